@@ -1,0 +1,81 @@
+# Every target does its own set-up, in .venv, and is quick when run again.
+#
+#   make demo [ARGS=--quick]     two trainings, with the plain loop and with FusedAccumulator
+#   make test [ARGS=...]         the whole test suite
+#   make test-quick              its quick part, under a minute
+#   make bench [ARGS=...]        the benchmarks
+#   make lint                    ruff and clang-format
+#   make sanitize                the native tests under address and undefined-behaviour sanitizers
+#   make env | clean             only the set-up | remove all that make has made
+#
+# Any build of torch >= 2.11 does: make TORCH='torch==2.13.0+cpu --index-url ...' PYTHON=python3.12
+
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+KEY := $(shell printf '%s' '$(TORCH) $(PYTHON)' | cksum | cut -d ' ' -f 1)
+TORCH_STAMP := .venv/.torch-$(KEY)
+STAMP := .venv/.installed-$(KEY)
+LINT_STAMP := .venv/.lint
+NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+export PIP_ROOT_USER_ACTION = ignore
+
+.PHONY: env demo test test-quick bench lint sanitize clean
+.DELETE_ON_ERROR:
+
+env: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m fastaccum demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m quick $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(LINT_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+
+# The instrumented build and a copy of the tests lie in a folder of their own: the source tree
+# keeps its fast libraries, and cannot be imported by mistake. The sanitizers' run-time libraries
+# must be the first in the process, and Python itself leaks by design.
+SANITIZED := build/sanitized
+sanitize: $(STAMP)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r tests pyproject.toml $(SANITIZED)
+	FASTACCUM_NATIVE=1 FASTACCUM_SANITIZE=address,undefined \
+	  $(PIP) install --no-build-isolation --no-deps --target $(SANITIZED) .
+	cd $(SANITIZED) && \
+	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  ../../$(BIN)/python -m pytest -m native $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info fastaccum/*.so fastaccum/_build_note.txt
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/pyvenv.cfg:
+	$(PYTHON) -m venv .venv
+
+# torch comes first, and exactly the one that was asked for: nothing else may choose it.
+$(TORCH_STAMP): .venv/pyvenv.cfg
+	rm -f .venv/.torch-* .venv/.installed-*
+	$(PIP) install $(TORCH)
+	touch $@
+
+$(STAMP): $(TORCH_STAMP) setup.py pyproject.toml $(wildcard requirements/*.txt) $(NATIVE_SOURCES)
+	$(PIP) install $(foreach part,build test demo bench,-r requirements/$(part).txt)
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(LINT_STAMP): .venv/pyvenv.cfg requirements/lint.txt
+	$(PIP) install -r requirements/lint.txt
+	touch $@

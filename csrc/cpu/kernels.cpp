@@ -1,0 +1,504 @@
+// The hot loops, compiled once per instruction level (FASTACCUM_ISA = baseline, avx2, avx512).
+//
+// A driver walks chunks -> strands -> one pass per strand. Narrow types are widened into a strand-sized
+// scratch in L1, so every loop below is plain float or double arithmetic that the compiler vectorises.
+// No std:: templates with out-of-line bodies here: a function compiled with AVX-512 must never be the
+// copy that the linker keeps for everyone.
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "../adam.h"
+#include "../dtype.h"
+#include "../finish.h"
+#include "../norm.h"
+#include "../sgd.h"
+#include "core.h"
+
+#if defined(__AVX512F__)
+#define FASTACCUM_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define FASTACCUM_VECTOR_BYTES 32
+#else
+#define FASTACCUM_VECTOR_BYTES 16
+#endif
+
+#define FASTACCUM_NAME_(x) #x
+#define FASTACCUM_NAME(x) FASTACCUM_NAME_(x)
+
+namespace fastaccum::cpu::FASTACCUM_ISA {
+namespace {
+
+//---------------------------------------------------------------------------------------- widening
+
+template <typename real>
+struct Native;
+template <>
+struct Native<float> {
+  static constexpr DType dtype = DType::kFloat32;
+};
+template <>
+struct Native<double> {
+  static constexpr DType dtype = DType::kFloat64;
+};
+
+template <typename real, typename T>
+inline void widen_strand(const T* source, real* out, int n) {
+  int i = 0;
+#if defined(__F16C__)
+  if constexpr (sizeof(real) == 4 && __is_same(T, float16)) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
+    }
+  }
+#endif
+  for (; i < n; ++i) out[i] = static_cast<real>(widen(source[i]));
+}
+
+template <typename real, typename T>
+inline void narrow_strand(const real* source, T* out, int n) {
+  int i = 0;
+#if defined(__F16C__)
+  if constexpr (sizeof(real) == 4 && __is_same(T, float16)) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
+    }
+  }
+#endif
+  for (; i < n; ++i) narrow(source[i], out + i);
+}
+
+// Where element `at` of `base` is.
+inline const void* element(const void* base, DType dtype, std::int64_t at) {
+  return static_cast<const char*>(base) + at * size_of(dtype);
+}
+inline void* element(void* base, DType dtype, std::int64_t at) {
+  return static_cast<char*>(base) + at * size_of(dtype);
+}
+
+// A strand of any dtype read as `real`: in place when it is `real` already, else through scratch.
+template <typename real>
+inline const real* read_strand(const void* source, DType dtype, real* scratch, int n) {
+  if (dtype == Native<real>::dtype) return static_cast<const real*>(source);
+  switch (dtype) {
+    case DType::kFloat32: widen_strand(static_cast<const float*>(source), scratch, n); break;
+    case DType::kBFloat16: widen_strand(static_cast<const bfloat16*>(source), scratch, n); break;
+    case DType::kFloat16: widen_strand(static_cast<const float16*>(source), scratch, n); break;
+    case DType::kFloat64: widen_strand(static_cast<const double*>(source), scratch, n); break;
+  }
+  return scratch;
+}
+
+// The same for a strand that will be written back by write_strand().
+template <typename real>
+inline real* open_strand(void* target, DType dtype, real* scratch, int n) {
+  return const_cast<real*>(read_strand<real>(target, dtype, scratch, n));
+}
+
+template <typename real>
+inline void write_strand(const real* values, void* target, DType dtype, int n) {
+  if (values == target) return;
+  switch (dtype) {
+    case DType::kFloat32: narrow_strand(values, static_cast<float*>(target), n); break;
+    case DType::kBFloat16: narrow_strand(values, static_cast<bfloat16*>(target), n); break;
+    case DType::kFloat16: narrow_strand(values, static_cast<float16*>(target), n); break;
+    case DType::kFloat64: narrow_strand(values, static_cast<double*>(target), n); break;
+  }
+}
+
+//------------------------------------------------------------------------------------- strand sums
+
+typedef double vec_double __attribute__((vector_size(FASTACCUM_VECTOR_BYTES)));
+constexpr int kWidth = FASTACCUM_VECTOR_BYTES / 8;
+constexpr int kBlock = 8 * kWidth < kLanes ? 8 * kWidth : kLanes;  // lanes summed at once: 8 registers
+
+template <typename real>
+inline vec_double load_double(const real* x) {
+  if constexpr (sizeof(real) == 8) {
+    vec_double wide;
+    std::memcpy(&wide, x, sizeof wide);
+    return wide;
+  } else {
+    typedef float vec_float __attribute__((vector_size(FASTACCUM_VECTOR_BYTES / 2)));
+    vec_float narrow_values;
+    std::memcpy(&narrow_values, x, sizeof narrow_values);
+    return __builtin_convertvector(narrow_values, vec_double);
+  }
+}
+
+// Sum of squares or of magnitudes of one full strand, lane by lane down the rows.
+template <Norm kNorm, typename real>
+inline void sum_lanes(const real* x, double* lanes) {
+  for (int first = 0; first < kLanes; first += kBlock) {
+    vec_double sums[kBlock / kWidth] = {};
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kBlock / kWidth; ++j) {
+        const vec_double d = load_double(x + row * kLanes + first + j * kWidth);
+        if constexpr (kNorm == Norm::kTwo) {
+          sums[j] += d * d;
+        } else {
+          sums[j] += d < 0 ? -d : d;
+        }
+      }
+    }
+    std::memcpy(lanes + first, sums, sizeof sums);
+  }
+}
+
+// One strand's S: n < kStrand counts the missing elements as +0.
+template <Norm kNorm, typename real>
+inline double reduce_strand(const real* x, int n, const NormSpec& spec) {
+  double lanes[kLanes];
+  const Contribution<kNorm> contribution{spec.power, spec.scale};
+  if constexpr (kNorm == Norm::kTwo || kNorm == Norm::kOne) {
+    if (n == kStrand) {
+      sum_lanes<kNorm>(x, lanes);
+      return fold<kNorm, kLanes>(lanes);
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = 0.0;
+  for (int i = 0; i < n; ++i) {
+    double& lane = lanes[i % kLanes];
+    lane = Contribution<kNorm>::join(lane, contribution.of(static_cast<double>(x[i])));
+  }
+  return fold<kNorm, kLanes>(lanes);
+}
+
+template <typename real>
+inline double reduce_strand(const real* x, int n, const NormSpec& spec) {
+  switch (spec.norm) {
+    case Norm::kTwo: return reduce_strand<Norm::kTwo>(x, n, spec);
+    case Norm::kOne: return reduce_strand<Norm::kOne>(x, n, spec);
+    case Norm::kInf: return reduce_strand<Norm::kInf>(x, n, spec);
+    case Norm::kPower: return reduce_strand<Norm::kPower>(x, n, spec);
+  }
+  return 0.0;
+}
+
+template <typename real>
+inline bool any_nonfinite(const real* x, int n) {
+  int bad = 0;
+  for (int i = 0; i < n; ++i) bad |= !(x[i] - x[i] == 0);
+  return bad != 0;
+}
+
+// Collects a chunk's strands into its partial.
+struct ChunkSum {
+  double strands[kStrandsPerChunk] = {};
+  bool bad = false;
+
+  template <typename real>
+  inline void add(int strand, const real* x, int n, const NormSpec& spec) {
+    const double sum = reduce_strand(x, n, spec);
+    strands[strand] = sum;
+    // A sum over float32 (or narrower) data is not finite only if an element is not; float64's may
+    // also overflow, so look again.
+    if (!(sum - sum == 0)) bad = bad || any_nonfinite(x, n);
+  }
+  inline void store(std::int64_t chunk, double* partials, double* nonfinite, Norm norm) {
+    partials[chunk] = norm == Norm::kInf ? fold<Norm::kInf, kStrandsPerChunk>(strands)
+                                         : fold<Norm::kTwo, kStrandsPerChunk>(strands);
+    nonfinite[chunk] = bad ? 1.0 : 0.0;
+  }
+};
+
+//----------------------------------------------------------------------------- walking the segments
+
+// First entry of a table (sorted by offset) that ends after `position`.
+template <typename Entry>
+inline std::int64_t first_at(const Entry* table, std::int64_t n, std::int64_t position) {
+  std::int64_t low = 0, high = n;
+  while (low < high) {
+    const std::int64_t mid = low + (high - low) / 2;
+    if (table[mid].at.offset + table[mid].at.numel > position) {
+      high = mid;
+    } else {
+      low = mid + 1;
+    }
+  }
+  return low;
+}
+
+// Calls body(entry, chunk, strand in the chunk, first element in the entry, count) for every strand
+// with elements in chunks [begin, end), and end_chunk(chunk) after each chunk.
+template <typename Entry, typename Body, typename EndChunk>
+inline void walk(const Entry* table, std::int64_t n, std::int64_t begin, std::int64_t end, Body body,
+                 EndChunk end_chunk) {
+  std::int64_t k = first_at(table, n, begin * kChunk);
+  for (std::int64_t chunk = begin; chunk < end; ++chunk) {
+    for (int strand = 0; strand < kStrandsPerChunk; ++strand) {
+      const std::int64_t position = chunk * kChunk + strand * kStrand;
+      while (k < n && table[k].at.offset + table[k].at.numel <= position) ++k;
+      if (k == n) break;
+      if (position < table[k].at.offset) continue;
+      const std::int64_t from = position - table[k].at.offset;
+      const std::int64_t left = table[k].at.numel - from;
+      body(table[k], chunk, strand, from, static_cast<int>(left < kStrand ? left : kStrand));
+    }
+    end_chunk(chunk);
+  }
+}
+
+//------------------------------------------------------------------------------------------ gather
+
+template <typename real>
+inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64_t end) {
+  alignas(64) real acc_scratch[kStrand], kept_scratch[kStrand], fresh_scratch[kStrand];
+  const real weight = static_cast<real>(args.weight);
+  const real kept_weight = static_cast<real>(args.kept_weight);
+  ChunkSum sum;
+  const auto body = [&](const GatherSegment& s, std::int64_t, int strand, std::int64_t from, int n) {
+    const real* fresh = nullptr;
+    if (s.fresh != nullptr)
+      fresh = read_strand<real>(element(s.fresh, s.fresh_dtype, from), s.fresh_dtype, fresh_scratch, n);
+    void* target = element(args.buffer, args.buffer_dtype, s.at.offset + from);
+    real* acc = args.buffer_dtype == Native<real>::dtype ? static_cast<real*>(target) : acc_scratch;
+    if (s.present) {
+      if (acc == acc_scratch) open_strand<real>(target, args.buffer_dtype, acc_scratch, n);
+      if (fresh != nullptr) {
+#pragma GCC ivdep
+        for (int i = 0; i < n; ++i) acc[i] = acc[i] + fresh[i] * weight;
+      }
+    } else if (s.kept != nullptr) {
+      const real* kept =
+          read_strand<real>(element(s.kept, s.kept_dtype, from), s.kept_dtype, kept_scratch, n);
+      if (fresh != nullptr) {
+#pragma GCC ivdep
+        for (int i = 0; i < n; ++i) acc[i] = kept[i] * kept_weight + fresh[i] * weight;
+      } else {
+#pragma GCC ivdep
+        for (int i = 0; i < n; ++i) acc[i] = kept[i] * kept_weight;
+      }
+    } else if (fresh != nullptr) {
+#pragma GCC ivdep
+      for (int i = 0; i < n; ++i) acc[i] = fresh[i] * weight;
+    } else {
+      return;  // no gradient in this window: whatever the buffer holds does not count
+    }
+    if (fresh != nullptr || !s.present) {
+      write_strand(acc, target, args.buffer_dtype, n);
+      // The norm is that of what was stored, so a narrow buffer's rounding is in it.
+      if (acc == acc_scratch && args.partials != nullptr)
+        open_strand<real>(target, args.buffer_dtype, acc_scratch, n);
+    }
+    if (args.partials != nullptr) sum.add(strand, acc, n, args.spec);
+  };
+  walk(args.segments, args.n_segments, begin, end, body, [&](std::int64_t chunk) {
+    if (args.partials != nullptr) sum.store(chunk, args.partials, args.nonfinite, args.spec.norm);
+    sum = ChunkSum{};
+  });
+}
+
+void gather(const GatherArgs& args, std::int64_t begin, std::int64_t end) {
+  if (args.buffer_dtype == DType::kFloat64) {
+    gather_chunks<double>(args, begin, end);
+  } else {
+    gather_chunks<float>(args, begin, end);
+  }
+}
+
+//-------------------------------------------------------------------------------------------- norm
+
+void norm(const NormArgs& args, std::int64_t begin, std::int64_t end) {
+  alignas(64) float scratch[kStrand];
+  ChunkSum sum;
+  const auto body = [&](const NormSegment& s, std::int64_t, int strand, std::int64_t from, int n) {
+    const void* data = element(s.data, s.dtype, from);
+    if (s.dtype == DType::kFloat64) {
+      sum.add(strand, static_cast<const double*>(data), n, args.spec);
+    } else {
+      sum.add(strand, read_strand<float>(data, s.dtype, scratch, n), n, args.spec);
+    }
+  };
+  walk(args.segments, args.n_segments, begin, end, body, [&](std::int64_t chunk) {
+    sum.store(chunk, args.partials, args.nonfinite, args.spec.norm);
+    sum = ChunkSum{};
+  });
+}
+
+//------------------------------------------------------------------------------------------- scale
+
+template <typename real>
+inline void scale_strand(const ScaleSegment& s, double max_value, std::int64_t from, int n) {
+  alignas(64) real in_scratch[kStrand], out_scratch[kStrand];
+  const real factor = static_cast<real>(s.factor);
+  const real high = static_cast<real>(max_value);
+  void* target = element(s.target, s.target_dtype, from);
+  const real* in = read_strand<real>(element(s.source, s.source_dtype, from), s.source_dtype, in_scratch, n);
+  real* out = s.target_dtype == Native<real>::dtype ? static_cast<real*>(target) : out_scratch;
+#pragma GCC ivdep
+  for (int i = 0; i < n; ++i) {
+    const real x = in[i] * factor;
+    out[i] = x > high ? high : (x < -high ? -high : x);
+  }
+  write_strand(out, target, s.target_dtype, n);
+}
+
+void scale(const ScaleArgs& args, std::int64_t begin, std::int64_t end) {
+  const auto body = [&](const ScaleSegment& s, std::int64_t, int, std::int64_t from, int n) {
+    if (s.source == s.target && s.factor == 1.0 && args.max_value > 1.7976931348623157e308) return;
+    if (s.source_dtype == DType::kFloat64 || s.target_dtype == DType::kFloat64) {
+      scale_strand<double>(s, args.max_value, from, n);
+    } else {
+      scale_strand<float>(s, args.max_value, from, n);
+    }
+  };
+  walk(args.segments, args.n_segments, begin, end, body, [](std::int64_t) {});
+}
+
+//----------------------------------------------------------------------------------------- updates
+
+inline bool wants_double(const UpdateSegment& s) {
+  return s.param_dtype == DType::kFloat64 || s.grad_dtype == DType::kFloat64;
+}
+
+inline double signed_factor(const UpdateSegment& s, int flags) {
+  return (flags & kMaximize) != 0 ? -s.factor : s.factor;
+}
+
+template <typename real, int kFlags>
+inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
+  constexpr bool kAmsgradOn = (kFlags & kAdamAmsgrad) != 0;
+  alignas(64) real scratch[4][kStrand];
+  alignas(64) real unused[kStrand];
+  const double* h = s.hyper;
+  const int flags = static_cast<int>(h[kHyperFlags]);
+  const bool decoupled = (flags & kDecoupled) != 0;
+  const Adam<real, kFlags> update{
+      static_cast<real>(signed_factor(s, flags)),
+      static_cast<real>(h[kMaxValue]),
+      static_cast<real>(decoupled ? 1.0 - h[kLr] * h[kWeightDecay] : 1.0),
+      static_cast<real>(h[kWeightDecay]),
+      static_cast<real>(h[kBeta1]),
+      static_cast<real>(1.0 - h[kBeta1]),
+      static_cast<real>(h[kBeta2]),
+      static_cast<real>(1.0 - h[kBeta2]),
+      static_cast<real>(s.scalars[kStepSize]),
+      static_cast<real>(s.scalars[kInvBias2Sqrt]),
+      static_cast<real>(h[kEps])};
+  void* at[3];
+  real* state[3] = {unused, unused, unused};
+  for (int j = 0; j < (kAmsgradOn ? 3 : 2); ++j) {
+    at[j] = element(s.states[j], s.state_dtypes[j], from);
+    state[j] = open_strand<real>(at[j], s.state_dtypes[j], scratch[j], n);
+  }
+  void* param_at = element(s.param, s.param_dtype, from);
+  real* param = open_strand<real>(param_at, s.param_dtype, scratch[3], n);
+  alignas(64) real grad_scratch[kStrand];
+  const real* __restrict grad =
+      read_strand<real>(element(s.grad, s.grad_dtype, from), s.grad_dtype, grad_scratch, n);
+  real* __restrict p = param;
+  real* __restrict exp_avg = state[0];
+  real* __restrict exp_avg_sq = state[1];
+  real* __restrict max_exp_avg_sq = state[2];
+#pragma GCC ivdep
+  for (int i = 0; i < n; ++i) {
+    real new_p = p[i], m = exp_avg[i], v = exp_avg_sq[i];
+    real largest = kAmsgradOn ? max_exp_avg_sq[i] : real(0);
+    update(grad[i], new_p, m, v, largest);
+    p[i] = new_p;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    if constexpr (kAmsgradOn) max_exp_avg_sq[i] = largest;
+  }
+  write_strand(param, param_at, s.param_dtype, n);
+  for (int j = 0; j < (kAmsgradOn ? 3 : 2); ++j) write_strand(state[j], at[j], s.state_dtypes[j], n);
+}
+
+template <typename real>
+inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
+  const int flags = static_cast<int>(s.hyper[kHyperFlags]);
+  const bool coupled = (flags & kDecoupled) == 0 && s.hyper[kWeightDecay] != 0.0;
+  const bool amsgrad = (flags & kAmsgrad) != 0;
+  if (coupled && amsgrad) return adam_strand<real, kAdamCoupled | kAdamAmsgrad>(s, from, n);
+  if (coupled) return adam_strand<real, kAdamCoupled>(s, from, n);
+  if (amsgrad) return adam_strand<real, kAdamAmsgrad>(s, from, n);
+  return adam_strand<real, 0>(s, from, n);
+}
+
+void adam(const UpdateArgs& args, std::int64_t begin, std::int64_t end) {
+  const auto body = [](const UpdateSegment& s, std::int64_t, int, std::int64_t from, int n) {
+    if (wants_double(s)) {
+      adam_strand<double>(s, from, n);
+    } else {
+      adam_strand<float>(s, from, n);
+    }
+  };
+  walk(args.segments, args.n_segments, begin, end, body, [](std::int64_t) {});
+}
+
+template <typename real, int kFlags>
+inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
+  constexpr bool kMomentumOn = (kFlags & kSgdMomentum) != 0;
+  alignas(64) real scratch[3][kStrand];
+  const double* h = s.hyper;
+  const bool first = s.scalars[kFirst] != 0.0;
+  const Sgd<real, kFlags> update{static_cast<real>(signed_factor(s, static_cast<int>(h[kHyperFlags]))),
+                                 static_cast<real>(h[kMaxValue]),
+                                 static_cast<real>(h[kWeightDecay]),
+                                 static_cast<real>(h[kMomentum]),
+                                 static_cast<real>(first ? 0.0 : h[kMomentum]),
+                                 static_cast<real>(first ? 1.0 : 1.0 - h[kDampening]),
+                                 static_cast<real>(h[kLr])};
+  void* param_at = element(s.param, s.param_dtype, from);
+  real* param = open_strand<real>(param_at, s.param_dtype, scratch[0], n);
+  void* buffer_at = nullptr;
+  real* buffer = scratch[1];
+  if constexpr (kMomentumOn) {
+    buffer_at = element(s.states[0], s.state_dtypes[0], from);
+    buffer = open_strand<real>(buffer_at, s.state_dtypes[0], scratch[1], n);
+  }
+  const real* __restrict grad =
+      read_strand<real>(element(s.grad, s.grad_dtype, from), s.grad_dtype, scratch[2], n);
+  real* __restrict p = param;
+  real* __restrict b = buffer;
+#pragma GCC ivdep
+  for (int i = 0; i < n; ++i) {
+    real new_p = p[i];
+    real new_b = kMomentumOn ? b[i] : real(0);
+    update(grad[i], new_p, new_b);
+    p[i] = new_p;
+    if constexpr (kMomentumOn) b[i] = new_b;
+  }
+  write_strand(param, param_at, s.param_dtype, n);
+  if constexpr (kMomentumOn) write_strand(buffer, buffer_at, s.state_dtypes[0], n);
+}
+
+template <typename real>
+inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
+  const bool momentum = s.hyper[kMomentum] != 0.0;
+  const bool nesterov = (static_cast<int>(s.hyper[kHyperFlags]) & kNesterov) != 0;
+  const bool decay = s.hyper[kWeightDecay] != 0.0;
+  switch ((momentum ? kSgdMomentum : 0) | (momentum && nesterov ? kSgdNesterov : 0) |
+          (decay ? kSgdDecay : 0)) {
+    case kSgdMomentum: return sgd_strand<real, kSgdMomentum>(s, from, n);
+    case kSgdMomentum | kSgdDecay: return sgd_strand<real, kSgdMomentum | kSgdDecay>(s, from, n);
+    case kSgdMomentum | kSgdNesterov: return sgd_strand<real, kSgdMomentum | kSgdNesterov>(s, from, n);
+    case kSgdMomentum | kSgdNesterov | kSgdDecay:
+      return sgd_strand<real, kSgdMomentum | kSgdNesterov | kSgdDecay>(s, from, n);
+    case kSgdDecay: return sgd_strand<real, kSgdDecay>(s, from, n);
+    default: return sgd_strand<real, 0>(s, from, n);
+  }
+}
+
+void sgd(const UpdateArgs& args, std::int64_t begin, std::int64_t end) {
+  const auto body = [](const UpdateSegment& s, std::int64_t, int, std::int64_t from, int n) {
+    if (wants_double(s)) {
+      sgd_strand<double>(s, from, n);
+    } else {
+      sgd_strand<float>(s, from, n);
+    }
+  };
+  walk(args.segments, args.n_segments, begin, end, body, [](std::int64_t) {});
+}
+
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels{FASTACCUM_NAME(FASTACCUM_ISA), gather, norm, scale, adam, sgd};
+
+}  // namespace fastaccum::cpu::FASTACCUM_ISA

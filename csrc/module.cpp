@@ -1,0 +1,32 @@
+// The Python module `_C`: facts about the build and the instruction level. Importing it also runs the registrations of
+// binding.cpp. Tensors never pass through here; they go through registered ops.
+#include <pybind11/pybind11.h>
+
+#include "cpu/core.h"
+
+#if defined(__clang__)
+#define FASTACCUM_COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define FASTACCUM_COMPILER "gcc " __VERSION__
+#endif
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Native code of fastaccum";
+  module.def(
+      "build_info",
+      [] {
+        pybind11::dict info;
+        info["torch"] = FASTACCUM_TORCH_VERSION;        // whose headers were compiled against
+        info["torch_target"] = FASTACCUM_TORCH_TARGET;  // the oldest torch that can load this
+        info["compiler"] = FASTACCUM_COMPILER;
+        info["flags"] = FASTACCUM_FLAGS;
+        info["levels"] = FASTACCUM_LEVELS;  // instruction levels, comma separated
+        return info;
+      },
+      "Returns how this library was built, as a dict of strings.");
+  module.def("isa", &fastaccum::cpu::isa_name, "The instruction level in use.");
+  module.def("isa_available", &fastaccum::cpu::isa_available,
+             "The levels that this CPU can run, best first, separated by spaces.");
+  module.def("set_isa", &fastaccum::cpu::set_isa, pybind11::arg("name"),
+             "Switches the level for this process; False if it is not available.");
+}

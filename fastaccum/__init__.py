@@ -1,0 +1,38 @@
+"""fastaccum: fused gradient accumulation, clipping and optimizer updates for PyTorch.
+
+Importing this package imports nothing heavy: torch comes with the first name that needs it, so that
+``fastaccum.mindspore`` and ``python -m fastaccum doctor`` work where torch is missing or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastaccum._version import __version__
+
+_HOME = {
+    "FusedAccumulator": "fastaccum.accumulator",
+    "clip_grad_norm_": "fastaccum.clip",
+    "get_total_norm": "fastaccum.clip",
+    "backends": "fastaccum.backends",
+    "ops": "fastaccum.ops",
+}
+
+__all__ = ["FusedAccumulator", "__version__", "backends", "clip_grad_norm_", "get_total_norm", "ops"]
+
+if TYPE_CHECKING:
+    from fastaccum import backends, ops
+    from fastaccum.accumulator import FusedAccumulator
+    from fastaccum.clip import clip_grad_norm_, get_total_norm
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastaccum' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name])
+    return module if _HOME[name] == f"fastaccum.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

@@ -1,0 +1,520 @@
+"""The kernels' vocabulary: schema, fake, checks and a public function for every op.
+
+Every op mutates what its schema says and returns nothing. Arguments come in one order everywhere:
+destination, tables, sources, state, then scalars. Scalars that may live on a device are 0-d (or 1-d)
+float64 tensors, so that nothing has to be read back by the host.
+
+Words: a *segment* is one parameter's place in a flat index space (``segments``: int64 ``[n, 2]`` of
+offset and numel, see :mod:`fastaccum.layout`); ``index`` lists, ascending, the segment of each tensor
+of a list; ``partials`` is float64 ``[2, n_chunks]``: each chunk's sum, and 1 where it is not finite.
+A tensor stands in a list in its memory order, which must be dense; its segment has the same order.
+
+None of the ops is differentiable: they work on gradients and parameters under ``torch.no_grad``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastaccum.layout import CHUNK
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HYPER_COLUMNS = 10
+SCALAR_COLUMNS = 3
+
+# One library object for the life of the process: dropping it would unregister the ops.
+LIBRARY = torch.library.Library("fastaccum", "DEF")
+
+
+def _define(schema: str) -> None:
+    LIBRARY.define(schema + " -> ()")
+    # The ops only mutate, so the fake has nothing to say.
+    torch.library.register_fake("fastaccum::" + schema.split("(")[0], lambda *args, **kwargs: None)
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def _is(kind: type, value: object, argument: str, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{argument} must be {wanted}, got {type(value).__name__}")
+
+
+def _table(tensor: Tensor, argument: str, dtype: torch.dtype, shape: str) -> None:
+    _is(Tensor, tensor, argument, f"a {dtype} tensor {shape}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{argument} must be a {dtype} tensor {shape}, got {tensor.dtype}")
+
+
+def _list(tensors: Sequence[Tensor], argument: str, device: torch.device | None = None) -> None:
+    _is((list, tuple), tensors, argument, "a list of tensors")  # type: ignore[arg-type]
+    for i, tensor in enumerate(tensors):
+        _is(Tensor, tensor, f"{argument}[{i}]", "a tensor")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{argument}[{i}] must be float32, bfloat16, float16 or float64, got {tensor.dtype}"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{argument}[{i}] must be dense (strided), got {tensor.layout}: coalesce it")
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{argument}[{i}] must be on {device}, got {tensor.device}")
+
+
+def _segments(segments: Tensor) -> None:
+    _table(segments, "segments", torch.int64, "[n, 2] (offset, numel)")
+    if segments.dim() != 2 or segments.shape[1] != 2:
+        raise ValueError(f"segments must have shape [n, 2] (offset, numel), got {list(segments.shape)}")
+
+
+def _fits(tensors: Sequence[Tensor], index: Tensor, segments: Tensor, argument: str) -> None:
+    _table(index, f"{argument}'s index", torch.int64, "[len(tensors)]")
+    if index.numel() < len(tensors):
+        raise ValueError(f"{argument}'s index must name a segment for each of the {len(tensors)} tensors")
+    rows, last = segments.tolist(), -1
+    for i, (tensor, k) in enumerate(zip(tensors, index.tolist(), strict=False)):
+        if not last < k < len(rows):
+            raise ValueError(f"{argument}'s index must ascend within [0, {len(rows)}), got {k} at {i}")
+        if rows[k][1] != tensor.numel():
+            raise ValueError(
+                f"{argument}[{i}] must have the {rows[k][1]} elements of segment {k}, "
+                f"got {tensor.numel()} ({list(tensor.shape)})"
+            )
+        last = k
+
+
+def _norm_type(norm_type: float) -> float:
+    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not norm_type > 0:
+        raise ValueError(f"norm_type must be a number above 0 or inf, got {norm_type!r}")
+    return float(norm_type)
+
+
+def _call(name: str, *args: object) -> None:
+    # Without no_grad, a parameter among the mutated arguments would make autograd object.
+    with torch.no_grad():
+        getattr(torch.ops.fastaccum, name)(*args)
+
+
+def _bump(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that these were written: a graph that saved one must not use the new values."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+# ----------------------------------------------------------------------------------------- gather
+
+_define(
+    "gather_(Tensor(a!) buffer, Tensor(b!) present, Tensor(c!)? partials, Tensor segments, "
+    "Tensor[] fresh, Tensor fresh_index, Tensor[] kept, Tensor kept_index, "
+    "Tensor? weight=None, Tensor? kept_weight=None, float norm_type=2.0)"
+)
+
+
+def gather_(
+    buffer: Tensor,
+    present: Tensor,
+    partials: Tensor | None,
+    segments: Tensor,
+    fresh: Sequence[Tensor],
+    fresh_index: Tensor,
+    kept: Sequence[Tensor] = (),
+    kept_index: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    kept_weight: Tensor | None = None,
+    norm_type: float = 2.0,
+) -> None:
+    """Adds a micro-batch's gradients into the flat buffer, in one pass over memory.
+
+    Per segment: ``buffer = (buffer if present else kept * kept_weight) + fresh * weight``, terms that
+    are not there left out; ``present`` becomes 1. A product and a sum are rounded separately, so the
+    result is that of ``acc += weight * grad`` in eager mode, bit for bit.
+
+    Args:
+        buffer: ``[numel]``, any of the four dtypes, contiguous; mutated.
+        present: uint8 ``[n]`` on the CPU: 1 where the buffer holds a gradient; mutated.
+        partials: float64 ``[2, n_chunks]`` or None; every chunk's partial is written.
+        segments: int64 ``[n, 2]``.
+        fresh: this micro-batch's gradients, any dtypes.
+        fresh_index: int64 ``[len(fresh)]``, ascending.
+        kept: the first micro-batch's gradients where the buffer does not hold them yet.
+        kept_index: int64 ``[len(kept)]``, ascending.
+        weight: 0-d float64 factor of ``fresh``; None is 1.
+        kept_weight: 0-d float64 factor of ``kept``; None is 1.
+        norm_type: 1, 2 or inf: what ``partials`` sum.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    if kept_index is None:
+        kept_index = fresh_index[:0]
+    _segments(segments)
+    _list([buffer], "buffer")
+    _list(fresh, "fresh", buffer.device)
+    _list(kept, "kept", buffer.device)
+    _fits(fresh, fresh_index, segments, "fresh")
+    _fits(kept, kept_index, segments, "kept")
+    _table(present, "present", torch.uint8, "[n]")
+    if partials is not None:
+        _partials(partials, segments)
+        if _norm_type(norm_type) not in (1.0, 2.0, math.inf):
+            raise ValueError(f"gather_ sums norm_type 1, 2 or inf, got {norm_type}: use norm_ for others")
+    _call(
+        "gather_", buffer, present, partials, segments, list(fresh), fresh_index, list(kept), kept_index,
+        weight, kept_weight, float(norm_type),
+    )  # fmt: skip
+
+
+def _partials(partials: Tensor, segments: Tensor) -> None:
+    _table(partials, "partials", torch.float64, "[2, n_chunks]")
+    end = int(segments[-1].sum()) if len(segments) else 0
+    need = -(-end // CHUNK)
+    if partials.dim() != 2 or partials.shape[0] != 2 or partials.shape[1] < need:
+        raise ValueError(f"partials must have shape [2, {need}] or more, got {list(partials.shape)}")
+
+
+# ------------------------------------------------------------------------------------------- norm
+
+_define(
+    "norm_(Tensor(a!) partials, Tensor segments, Tensor[] tensors, Tensor index, "
+    "float norm_type=2.0, Tensor? scale=None)"
+)
+
+
+def norm_(
+    partials: Tensor,
+    segments: Tensor,
+    tensors: Sequence[Tensor],
+    index: Tensor,
+    *,
+    norm_type: float = 2.0,
+    scale: Tensor | None = None,
+) -> None:
+    """Sums ``|x|^p`` over each chunk, in float64 and in strand order.
+
+    Args:
+        partials: float64 ``[2, n_chunks]``; row 0 becomes the sums (maxima for inf), row 1 is 1 where
+            a chunk holds a value that is not finite. Mutated.
+        segments: int64 ``[n, 2]``.
+        tensors: the segments' values, any dtypes; segments without a tensor count as 0.
+        index: int64 ``[len(tensors)]``, ascending.
+        norm_type: any p > 0, or inf.
+        scale: 0-d float64, for p other than 1, 2, inf: ``|x / scale|^p`` is summed, so that no power
+            overflows; pass the largest magnitude.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    _segments(segments)
+    _list(tensors, "tensors", partials.device)
+    _fits(tensors, index, segments, "tensors")
+    _partials(partials, segments)
+    _call("norm_", partials, segments, list(tensors), index, _norm_type(norm_type), scale)
+
+
+# ----------------------------------------------------------------------------------------- finish
+
+_define(
+    "finish_(Tensor(a!) norm, Tensor(b!) group_norms, Tensor(c!) factor, Tensor(d!) skip, "
+    "Tensor(e!) skipped, Tensor partials, Tensor spans, Tensor max_norm, Tensor weight, "
+    "Tensor divisor, float norm_type=2.0, Tensor? scale=None, bool skip_nonfinite=True)"
+)
+
+
+def finish_(
+    norm: Tensor,
+    group_norms: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+    skipped: Tensor,
+    partials: Tensor,
+    spans: Tensor,
+    max_norm: Tensor,
+    weight: Tensor,
+    divisor: Tensor,
+    *,
+    norm_type: float = 2.0,
+    scale: Tensor | None = None,
+    skip_nonfinite: bool = True,
+) -> None:
+    """Decides the end of a window on the device: norm, clip factor, whether to update.
+
+    The finished gradient is ``sum / divisor``; its norm is ``norm_of(partials) / |divisor|``; a norm
+    group's factor is ``min(1, max_norm / (norm + 1e-6)) / divisor``, the clip of
+    ``torch.nn.utils.clip_grad_norm_`` and the average in one number.
+
+    Args:
+        norm: float32 0-d: the norm over all groups. Mutated, like the next four.
+        group_norms: float64 ``[n_groups]``.
+        factor: float64 ``[n_groups]``: what an update multiplies the sum by.
+        skip: int32 0-d: 1 when the update must not happen (not finite, or total weight 0).
+        skipped: int64 0-d: counts windows skipped for a gradient that is not finite.
+        partials: float64 ``[2, n_chunks]`` of :func:`gather_` or :func:`norm_`.
+        spans: int64 ``[m, 3]``: norm group, first chunk, end chunk.
+        max_norm: float64 ``[n_groups]``; inf does not clip.
+        weight: float64 0-d: the window's total weight.
+        divisor: float64 0-d: what the sum is divided by.
+        norm_type: as in the op that wrote ``partials``.
+        scale: likewise.
+        skip_nonfinite: False updates whatever the gradient holds, as stock PyTorch does.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    for name, tensor, dtype, shape in (
+        ("norm", norm, torch.float32, "0-d"), ("group_norms", group_norms, torch.float64, "[groups]"),
+        ("factor", factor, torch.float64, "[groups]"), ("skip", skip, torch.int32, "0-d"),
+        ("skipped", skipped, torch.int64, "0-d"), ("partials", partials, torch.float64, "[2, n_chunks]"),
+        ("spans", spans, torch.int64, "[m, 3]"), ("max_norm", max_norm, torch.float64, "[groups]"),
+        ("weight", weight, torch.float64, "0-d"), ("divisor", divisor, torch.float64, "0-d"),
+    ):  # fmt: skip
+        _table(tensor, name, dtype, shape)
+    _call(
+        "finish_", norm, group_norms, factor, skip, skipped, partials, spans, max_norm, weight, divisor,
+        _norm_type(norm_type), scale, bool(skip_nonfinite),
+    )  # fmt: skip
+
+
+_define(
+    "advance_(Tensor(a!) steps, Tensor(b!) scalars, Tensor index, Tensor group, Tensor hyper, Tensor skip)"
+)
+
+
+def advance_(
+    steps: Tensor, scalars: Tensor, index: Tensor, group: Tensor, hyper: Tensor, skip: Tensor
+) -> None:
+    """Counts a step for each updated parameter (unless skipped) and computes its bias corrections.
+
+    Args:
+        steps: float32 ``[n]`` step counters. Mutated.
+        scalars: float64 ``[len(index), SCALAR_COLUMNS]``: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
+            and 1 on the first step. Mutated. beta^t is computed by squaring in float64.
+        index: int64: positions in ``steps`` of the parameters that take part.
+        group: int64 ``[len(index)]``: their rows of ``hyper``.
+        hyper: float64 ``[groups, HYPER_COLUMNS]``: lr, beta1, beta2, eps, weight_decay, momentum,
+            dampening, max_value (inf: none), norm group, flags (1 decoupled, 2 amsgrad, 4 maximize,
+            8 nesterov).
+        skip: int32 0-d.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    _table(steps, "steps", torch.float32, "[n]")
+    _update_tables(index, group, hyper, scalars, skip)
+    _call("advance_", steps, scalars, index, group, hyper, skip)
+
+
+def _update_tables(index: Tensor, group: Tensor, hyper: Tensor, scalars: Tensor, skip: Tensor) -> None:
+    _table(index, "index", torch.int64, "[m]")
+    _table(group, "group", torch.int64, "[m]")
+    _table(hyper, "hyper", torch.float64, f"[groups, {HYPER_COLUMNS}]")
+    _table(scalars, "scalars", torch.float64, f"[m, {SCALAR_COLUMNS}]")
+    _table(skip, "skip", torch.int32, "0-d")
+    if hyper.dim() != 2 or hyper.shape[1] != HYPER_COLUMNS:
+        raise ValueError(f"hyper must have shape [groups, {HYPER_COLUMNS}], got {list(hyper.shape)}")
+    if scalars.dim() != 2 or scalars.shape[1] != SCALAR_COLUMNS or len(scalars) < len(index):
+        raise ValueError(
+            f"scalars must have shape [{len(index)}, {SCALAR_COLUMNS}], got {list(scalars.shape)}"
+        )
+    if len(group) < len(index):
+        raise ValueError(f"group must name a row of hyper for each of the {len(index)} parameters")
+
+
+# ------------------------------------------------------------------------------------------ scale
+
+_define("scale_(Tensor(a!)[] tensors, Tensor factor, Tensor factor_index, float max_value)")
+_define(
+    "scale_into_(Tensor(a!)[] out, Tensor[] tensors, Tensor factor, Tensor factor_index, "
+    "float max_value)"
+)
+
+
+def scale_(
+    tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor | None = None, *, max_value: float = math.inf
+) -> None:
+    """Multiplies tensors in place by a device scalar and clamps them: ``clip`` when given its factor.
+
+    Tensors whose factor is exactly 1 are not touched (their version counters move all the same).
+
+    Args:
+        tensors: dense tensors, any dtypes. Mutated.
+        factor: float64 ``[f]`` (or 0-d).
+        factor_index: int64 ``[len(tensors)]``: each tensor's factor; the first by default.
+        max_value: elements are clamped to ``[-max_value, max_value]``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    _scale_tables(factor, max_value)
+    _list(tensors, "tensors")
+    if factor_index is None:
+        factor_index = torch.zeros(len(tensors), dtype=torch.int64)
+    _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
+    _call("scale_", list(tensors), factor, factor_index, float(max_value))
+    _bump(tensors)
+
+
+def scale_into_(
+    out: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    factor: Tensor,
+    factor_index: Tensor | None = None,
+    *,
+    max_value: float = math.inf,
+) -> None:
+    """``out = clamp(tensor * factor, -max_value, max_value)``, converting to out's dtype.
+
+    Args:
+        out: dense tensors, as many elements each as the tensor beside it, same memory order. Mutated.
+        tensors: the sources; must not overlap ``out``.
+        factor: float64 ``[f]`` (or 0-d).
+        factor_index: int64 ``[len(tensors)]``: each tensor's factor; the first by default.
+        max_value: the clamp, inf for none.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    _scale_tables(factor, max_value)
+    _list(out, "out")
+    _list(tensors, "tensors")
+    if [t.numel() for t in out] != [t.numel() for t in tensors]:
+        raise ValueError("out and tensors must hold as many tensors, of as many elements each")
+    if factor_index is None:
+        factor_index = torch.zeros(len(tensors), dtype=torch.int64)
+    _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
+    _call("scale_into_", list(out), list(tensors), factor, factor_index, float(max_value))
+    _bump(out)
+
+
+def _scale_tables(factor: Tensor, max_value: float) -> None:
+    _table(factor, "factor", torch.float64, "[f]")
+    if isinstance(max_value, bool) or not isinstance(max_value, numbers.Real) or not max_value >= 0:
+        raise ValueError(f"max_value must be a number of at least 0, got {max_value!r}")
+
+
+# ---------------------------------------------------------------------------------------- updates
+
+_UPDATE = (
+    "Tensor[] grads, Tensor segments, Tensor index, Tensor group, Tensor hyper, Tensor scalars, "
+    "Tensor factor, Tensor skip)"
+)
+_define(
+    "adam_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, " + _UPDATE
+)
+_define("sgd_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, " + _UPDATE)
+
+
+def adam_(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    segments: Tensor,
+    index: Tensor,
+    group: Tensor,
+    hyper: Tensor,
+    scalars: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+) -> None:
+    """Adam or AdamW (flag 1 of ``hyper``) with average, unscale and clip folded in, in one pass.
+
+    Formulas: Kingma & Ba 2015, algorithm 1; decoupled decay: Loshchilov & Hutter 2019, algorithm 2;
+    amsgrad: Reddi et al. 2018, as in ``torch.optim.Adam``. Arithmetic is float32 (float64 where a
+    parameter or a gradient is), rounded once when stored.
+
+    Args:
+        params: parameters, any dtypes. Mutated, like the states.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        max_exp_avg_sqs: their maxima, or empty without amsgrad.
+        grads: sums to be multiplied by ``factor``: views of a buffer, or gradients as they came.
+        segments: int64 ``[n, 2]``.
+        index: int64 ``[len(params)]``, ascending: the parameters' segments.
+        group: int64 ``[len(params)]``: rows of ``hyper``.
+        hyper: see :func:`advance_`.
+        scalars: of :func:`advance_`.
+        factor: float64 ``[n_groups]`` of :func:`finish_`.
+        skip: int32 0-d of :func:`finish_`: 1 writes nothing at all.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    states = [("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)]
+    if len(max_exp_avg_sqs):
+        states.append(("max_exp_avg_sqs", max_exp_avg_sqs))
+    _update_lists(params, grads, states, segments, index)
+    _update_tables(index, group, hyper, scalars, skip)
+    _call(
+        "adam_", list(params), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(grads),
+        segments, index, group, hyper, scalars, factor, skip,
+    )  # fmt: skip
+    _bump(params)
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    segments: Tensor,
+    index: Tensor,
+    group: Tensor,
+    hyper: Tensor,
+    scalars: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+) -> None:
+    """SGD with momentum, dampening, nesterov and weight decay, in one pass.
+
+    Formulas as in ``torch.optim.SGD``. On a parameter's first step (``scalars``) the momentum buffer,
+    which must be zero, becomes the gradient.
+
+    Args:
+        params: parameters, any dtypes. Mutated.
+        momentum_buffers: one per parameter, or empty when every momentum is 0. Mutated.
+        grads: see :func:`adam_`, like all that follows.
+        segments: int64 ``[n, 2]``.
+        index: int64 ``[len(params)]``, ascending.
+        group: int64 ``[len(params)]``.
+        hyper: see :func:`advance_`.
+        scalars: of :func:`advance_`.
+        factor: float64 ``[n_groups]`` of :func:`finish_`.
+        skip: int32 0-d of :func:`finish_`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has changed.
+    """
+    states = [("momentum_buffers", momentum_buffers)] if len(momentum_buffers) else []
+    _update_lists(params, grads, states, segments, index)
+    _update_tables(index, group, hyper, scalars, skip)
+    _call(
+        "sgd_", list(params), list(momentum_buffers), list(grads), segments, index, group, hyper, scalars,
+        factor, skip,
+    )  # fmt: skip
+    _bump(params)
+
+
+def _update_lists(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[tuple[str, Sequence[Tensor]]],
+    segments: Tensor,
+    index: Tensor,
+) -> None:
+    _segments(segments)
+    _list(params, "params")
+    device = params[0].device if len(params) else None
+    for name, tensors in (("grads", grads), *states):
+        _list(tensors, name, device)
+        if [t.numel() for t in tensors] != [p.numel() for p in params]:
+            raise ValueError(f"{name} must hold one tensor per parameter, of as many elements")
+    _fits(params, index, segments, "params")
+
+
+NAMES = ("gather_", "norm_", "finish_", "advance_", "scale_", "scale_into_", "adam_", "sgd_")
