@@ -51,6 +51,24 @@ def _table(tensor: Tensor, argument: str, dtype: torch.dtype, shape: str) -> Non
         raise TypeError(f"{argument} must be a {dtype} tensor {shape}, got {tensor.dtype}")
 
 
+def _scalar(tensor: Tensor | None, argument: str) -> None:
+    if tensor is not None:
+        _table(tensor, argument, torch.float64, "0-d")
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in consecutive places, in some order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def _list(tensors: Sequence[Tensor], argument: str, device: torch.device | None = None) -> None:
     _is((list, tuple), tensors, argument, "a list of tensors")  # type: ignore[arg-type]
     for i, tensor in enumerate(tensors):
@@ -61,6 +79,11 @@ def _list(tensors: Sequence[Tensor], argument: str, device: torch.device | None 
             )
         if tensor.layout != torch.strided:
             raise TypeError(f"{argument}[{i}] must be dense (strided), got {tensor.layout}: coalesce it")
+        if not _dense(tensor):
+            raise ValueError(
+                f"{argument}[{i}] must be dense (no gaps, no overlaps), got strides {tensor.stride()} "
+                f"for shape {list(tensor.shape)}"
+            )
         if device is not None and tensor.device != device:
             raise ValueError(f"{argument}[{i}] must be on {device}, got {tensor.device}")
 
@@ -75,6 +98,8 @@ def _fits(tensors: Sequence[Tensor], index: Tensor, segments: Tensor, argument: 
     _table(index, f"{argument}'s index", torch.int64, "[len(tensors)]")
     if index.numel() < len(tensors):
         raise ValueError(f"{argument}'s index must name a segment for each of the {len(tensors)} tensors")
+    if torch.compiler.is_compiling():
+        return  # no reading of values while tracing; the native code checks them again
     rows, last = segments.tolist(), -1
     for i, (tensor, k) in enumerate(zip(tensors, index.tolist(), strict=False)):
         if not last < k < len(rows):
@@ -159,6 +184,17 @@ def gather_(
     _fits(fresh, fresh_index, segments, "fresh")
     _fits(kept, kept_index, segments, "kept")
     _table(present, "present", torch.uint8, "[n]")
+    if present.numel() < len(segments):
+        raise ValueError(f"present must have {len(segments)} elements, got {present.numel()}")
+    _scalar(weight, "weight")
+    _scalar(kept_weight, "kept_weight")
+    if not torch.compiler.is_compiling():
+        end = _end(segments)
+        if not buffer.is_contiguous() or buffer.numel() < end:
+            raise ValueError(f"buffer must be contiguous, with {end} elements or more, got {buffer.numel()}")
+        for i, k in enumerate(kept_index[: len(kept)].tolist()):
+            if present[k]:
+                raise ValueError(f"kept[{i}] must be of a segment that is not present, got segment {k}")
     if partials is not None:
         _partials(partials, segments)
         if _norm_type(norm_type) not in (1.0, 2.0, math.inf):
@@ -169,10 +205,13 @@ def gather_(
     )  # fmt: skip
 
 
+def _end(segments: Tensor) -> int:
+    return int(segments[-1].sum()) if len(segments) else 0
+
+
 def _partials(partials: Tensor, segments: Tensor) -> None:
     _table(partials, "partials", torch.float64, "[2, n_chunks]")
-    end = int(segments[-1].sum()) if len(segments) else 0
-    need = -(-end // CHUNK)
+    need = 0 if torch.compiler.is_compiling() else -(-_end(segments) // CHUNK)
     if partials.dim() != 2 or partials.shape[0] != 2 or partials.shape[1] < need:
         raise ValueError(f"partials must have shape [2, {need}] or more, got {list(partials.shape)}")
 
@@ -210,9 +249,10 @@ def norm_(
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
     _segments(segments)
+    _partials(partials, segments)
     _list(tensors, "tensors", partials.device)
     _fits(tensors, index, segments, "tensors")
-    _partials(partials, segments)
+    _scalar(scale, "scale")
     _call("norm_", partials, segments, list(tensors), index, _norm_type(norm_type), scale)
 
 
@@ -273,6 +313,14 @@ def finish_(
         ("weight", weight, torch.float64, "0-d"), ("divisor", divisor, torch.float64, "0-d"),
     ):  # fmt: skip
         _table(tensor, name, dtype, shape)
+    _scalar(scale, "scale")
+    for name, tensor in (("group_norms", group_norms), ("factor", factor)):
+        if tensor.numel() < max_norm.numel():
+            raise ValueError(f"{name} must have {max_norm.numel()} or more elements, got {tensor.numel()}")
+    if spans.dim() != 2 or spans.shape[1] != 3:
+        raise ValueError(f"spans must have shape [m, 3], got {list(spans.shape)}")
+    if partials.dim() != 2 or partials.shape[0] != 2:
+        raise ValueError(f"partials must have shape [2, n_chunks], got {list(partials.shape)}")
     _call(
         "finish_", norm, group_norms, factor, skip, skipped, partials, spans, max_norm, weight, divisor,
         _norm_type(norm_type), scale, bool(skip_nonfinite),
@@ -351,9 +399,7 @@ def scale_(
     """
     _scale_tables(factor, max_value)
     _list(tensors, "tensors")
-    if factor_index is None:
-        factor_index = torch.zeros(len(tensors), dtype=torch.int64)
-    _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
+    factor_index = _factor_index(factor_index, tensors)
     _call("scale_", list(tensors), factor, factor_index, float(max_value))
     _bump(tensors)
 
@@ -383,11 +429,18 @@ def scale_into_(
     _list(tensors, "tensors")
     if [t.numel() for t in out] != [t.numel() for t in tensors]:
         raise ValueError("out and tensors must hold as many tensors, of as many elements each")
-    if factor_index is None:
-        factor_index = torch.zeros(len(tensors), dtype=torch.int64)
-    _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
+    factor_index = _factor_index(factor_index, tensors)
     _call("scale_into_", list(out), list(tensors), factor, factor_index, float(max_value))
     _bump(out)
+
+
+def _factor_index(factor_index: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
+    if factor_index is None:
+        return torch.zeros(len(tensors), dtype=torch.int64)
+    _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
+    if factor_index.numel() < len(tensors):
+        raise ValueError(f"factor_index must name a factor for each of the {len(tensors)} tensors")
+    return factor_index
 
 
 def _scale_tables(factor: Tensor, max_value: float) -> None:
@@ -451,6 +504,7 @@ def adam_(
         states.append(("max_exp_avg_sqs", max_exp_avg_sqs))
     _update_lists(params, grads, states, segments, index)
     _update_tables(index, group, hyper, scalars, skip)
+    _table(factor, "factor", torch.float64, "[n_groups]")
     _call(
         "adam_", list(params), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(grads),
         segments, index, group, hyper, scalars, factor, skip,
@@ -493,6 +547,7 @@ def sgd_(
     states = [("momentum_buffers", momentum_buffers)] if len(momentum_buffers) else []
     _update_lists(params, grads, states, segments, index)
     _update_tables(index, group, hyper, scalars, skip)
+    _table(factor, "factor", torch.float64, "[n_groups]")
     _call(
         "sgd_", list(params), list(momentum_buffers), list(grads), segments, index, group, hyper, scalars,
         factor, skip,

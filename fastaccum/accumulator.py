@@ -1,0 +1,1023 @@
+"""FusedAccumulator: an optimizer wrapper that accumulates N micro-batches and updates once.
+
+It decides when; the window holds gradients, the rules update, the ops do the maths.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastaccum import arguments, backends, checkpoint
+from fastaccum.arrivals import Arrivals, graph_task
+from fastaccum.slots import Slot, accumulation_dtype, make_plans, unique_params
+from fastaccum.updates import rule_for
+from fastaccum.window import Entry, Window, own
+
+# take="backward" adds gradients when this many bytes have arrived: well inside a CPU's last cache,
+# where what backward has just written is still warm, and large enough to hide a call's 20 us.
+BUCKET_BYTES = 4 << 20
+
+_REFUSED = {
+    "LBFGS": "it re-evaluates the loss several times within one step",
+    "SparseAdam": "it takes sparse gradients only, and a window's gradient is dense",
+}
+
+
+class FusedAccumulator(Optimizer):
+    """Accumulates gradients over micro-batches and updates once per window, fused.
+
+    Wraps a ``torch.optim.Optimizer`` and is one. SGD, Adam and AdamW run in a fused update that folds
+    in averaging and clipping; every other optimizer gets the finished gradient in ``.grad`` and runs
+    its own ``step()``::
+
+        optimizer = FusedAccumulator(torch.optim.AdamW(model.parameters()), accumulation_steps=4,
+                                     max_norm=1.0)
+        for inputs, labels in loader:
+            criterion(model(inputs), labels).backward()   # no division by 4
+            optimizer.step()                              # updates on every 4th
+        optimizer.flush()                                 # and with what is left
+
+    A *micro-batch* is one or more backward calls closed by one ``step()``; a *window* is
+    ``accumulation_steps`` micro-batches. The window's gradient is ``sum(w * g) / sum(w)``, w = 1 unless
+    ``backward()`` or ``step()`` is given a weight or a count.
+
+    Args:
+        optimizer: the optimizer to wrap. Refused: LBFGS, SparseAdam, ``differentiable=True``.
+        accumulation_steps: micro-batches per update, at least 1. May be assigned between windows.
+        model: not supported yet.
+        max_norm: clip the finished gradient to this norm over all parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` does: factor min(1, max_norm / (norm + 1e-6)). A group's
+            own ``"max_norm"`` clips that group by its own norm. None: no clipping.
+        norm_type: p of that norm, above 0, or inf.
+        max_value: clamp each element of the finished gradient, as ``clip_grad_value_`` does. Not
+            together with ``max_norm``.
+        reduction: ``"mean"`` divides by the window's total weight; ``"sum"`` does not divide (the loss
+            was divided already).
+        take: ``"step"``: gradients stay in ``.grad`` until ``step()``; ``"backward"``: they are added
+            into the buffer while backward runs and ``.grad`` is None afterwards, which saves up to two
+            gradients of memory.
+        nonfinite: what to do when the finished gradient holds inf or NaN: ``"skip"`` the update and
+            count it, ``"propagate"`` as stock PyTorch does, or raise an ``"error"`` before anything
+            changes (this one waits for the device).
+        nonfinite_micro_batch: ``"keep"``; ``"drop"`` is not supported yet.
+        accumulate_dtype: dtype of the buffers; None is float32 for 16- and 32-bit parameters and
+            float64 for float64.
+        master_weights: not supported yet.
+        scaler: not supported yet.
+        process_group: not supported yet.
+        shard_optimizer: not supported yet.
+        wire_dtype: not supported yet.
+        fuse_weight_gradients: not supported yet.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message says what was expected.
+        NotImplementedError: an argument asks for what is not built yet.
+        RuntimeError: ``backend`` cannot run here; the message gives the reasons.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation_steps: int = 1,
+        *,
+        model: torch.nn.Module | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        max_value: float | None = None,
+        reduction: str = "mean",
+        take: str = "step",
+        nonfinite: str = "skip",
+        nonfinite_micro_batch: str = "keep",
+        accumulate_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        scaler: Any = None,
+        process_group: Any = None,
+        shard_optimizer: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        fuse_weight_gradients: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        # Optimizer.__init__ is not called: it would make state and groups of its own.
+        _check_optimizer(optimizer)
+        arguments.choice(nonfinite_micro_batch, "nonfinite_micro_batch", arguments.NONFINITE_MICRO_BATCH)
+        for name, flag in (
+            ("master_weights", master_weights),
+            ("shard_optimizer", shard_optimizer),
+            ("fuse_weight_gradients", fuse_weight_gradients),
+        ):
+            arguments.boolean(flag, name)
+        synchronise = "wrap the model in DDP and use its no_sync() yourself for now"
+        arguments.not_yet(
+            model=(model, None, synchronise),
+            process_group=(process_group, None, synchronise),
+            shard_optimizer=(shard_optimizer, False, "leave it False"),
+            wire_dtype=(wire_dtype, None, "leave it None"),
+            nonfinite_micro_batch=(nonfinite_micro_batch, "keep", "leave it 'keep'"),
+            master_weights=(master_weights, False, "keep float32 parameters under autocast"),
+            scaler=(scaler, None, "use bfloat16 autocast, which needs no scaler"),
+            fuse_weight_gradients=(fuse_weight_gradients, False, "leave it False"),
+        )
+        options = {
+            "accumulation_steps": arguments.accumulation_steps(accumulation_steps),
+            "max_norm": arguments.max_norm(max_norm),
+            "norm_type": arguments.norm_type(norm_type),
+            "max_value": arguments.positive(max_value, "max_value", "pass None not to clamp"),
+            "reduction": arguments.choice(reduction, "reduction", arguments.REDUCTIONS),
+            "take": arguments.choice(take, "take", arguments.TAKES),
+            "nonfinite": arguments.choice(nonfinite, "nonfinite", arguments.NONFINITE),
+            "accumulate_dtype": arguments.accumulate_dtype(accumulate_dtype),
+            "backend": backend,
+        }
+        if max_norm is not None and max_value is not None:
+            raise ValueError(
+                f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
+            )
+        _group_max_norms(optimizer.param_groups)
+        backends.choose(backend, _device_of(optimizer.param_groups))
+        self._start(optimizer, options)
+
+    def _start(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
+        """Everything that a new, copied or unpickled wrapper has in common."""
+        self._options = options
+        self._inner = optimizer
+        self._rule = rule_for(optimizer)
+        self._window = Window()
+        self._slots: list[Slot] = []
+        self._params: list[Tensor] = []
+        self._listed: list[Tensor] = []  # the groups' lists as they were, duplicates included
+        self._number_of: dict[int, int] = {}
+        self._plan_key: tuple[Any, ...] = ()
+        self._norm_group_of: list[int] = []
+        self._spans = torch.zeros(0, 3, dtype=torch.int64)
+        self._micro_step = 0
+        self._updated = False
+        self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
+        self._pending_weight: tuple[str, float] | None = None  # of the pending micro-batch
+        self._clip_once: float | None = None
+        self._same_backward_calls = 0
+        self._warned: set[str] = set()
+        self._backward_tasks: set[int] = set()  # take="backward": backward calls that have not ended
+        self._taken: list[Entry] = []  # take="backward": arrived, not yet added
+        self._taken_bytes = 0
+        self._added_pending = False  # take="backward": the pending micro-batch is (partly) in the buffer
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self._optimizer_state_dict_pre_hooks = {}
+        self._optimizer_state_dict_post_hooks = {}
+        self._optimizer_load_state_dict_pre_hooks = {}
+        self._optimizer_load_state_dict_post_hooks = {}
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+        device = _device_of(optimizer.param_groups)
+        self._make_outputs(torch.device("cpu") if device.type == "meta" else device)
+        hook = None
+        if options["take"] == "backward":
+            reference = weakref.ref(self)
+
+            def hook(param: Tensor) -> None:
+                wrapper = reference()
+                if wrapper is not None:
+                    wrapper._take_now(param)
+
+        self._arrivals = Arrivals(self, hook)
+        self._arrivals.check([param for param, _ in unique_params(self.param_groups)])
+        self._sync_slots()
+
+    def _make_outputs(self, device: torch.device) -> None:
+        self._norm = torch.zeros((), dtype=torch.float32, device=device)
+        self._skip = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._divisor = torch.ones((), dtype=torch.float64, device=device)
+        self._total = torch.ones((), dtype=torch.float64, device=device)
+        self._group_norms = torch.zeros(0, dtype=torch.float64, device=device)
+        self._factor = torch.zeros(0, dtype=torch.float64, device=device)
+
+    # ------------------------------------------------------------------ what the inner optimizer owns
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's parameter groups."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer; its gradients count from now on, in an open window too."""
+        groups = self.param_groups
+        before = len(groups)
+        self._inner.add_param_group(param_group)
+        try:
+            _check_group(groups[-1], before)
+            _group_max_norms(groups)
+            self._arrivals.check([p for p in groups[-1]["params"]])
+            self._sync_slots()
+        except BaseException:
+            del groups[before:]
+            raise
+
+    # -------------------------------------------------------------------------------------- reading
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per update. Assigning it inside an open window raises RuntimeError."""
+        return self._options["accumulation_steps"]
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        value = arguments.accumulation_steps(value)
+        if self._micro_step or self._added_pending:
+            raise RuntimeError(
+                f"accumulation_steps cannot change inside an open window ({self._micro_step} of "
+                f"{self.accumulation_steps} micro-batches are in): flush() or discard() it first"
+            )
+        self._options["accumulation_steps"] = value
+
+    @property
+    def max_norm(self) -> float | None:
+        """The limit for the global norm of groups without their own; may be assigned at any time."""
+        return self._options["max_norm"]
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        value = arguments.max_norm(value)
+        if value is not None and self._options["max_value"] is not None:
+            raise ValueError("max_norm and max_value exclude each other: this wrapper clips by value")
+        self._options["max_norm"] = value
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches held in the open window."""
+        return self._micro_step
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last ``step()`` or ``flush()`` closed a window."""
+        return self._updated
+
+    @property
+    def stepped(self) -> bool:
+        """Whether that window's update was applied. Reads a flag from the device."""
+        return self._updated and not bool(self._skip)
+
+    @property
+    def norm(self) -> Tensor:
+        """The last window's global norm before clipping: 0-d float32, the same tensor every window."""
+        return self._norm
+
+    @property
+    def skipped(self) -> Tensor:
+        """Updates skipped for a gradient that was not finite: 0-d int64, the same tensor always."""
+        return self._skipped
+
+    def grad(self, param: Tensor) -> Tensor | None:
+        """The open window's gradient of one parameter so far, averaged, in its shape; None if none.
+
+        Raises:
+            ValueError: the parameter is not in any group.
+        """
+        self._sync_slots()
+        for slot in self._slots:
+            if slot.param is param:
+                return self._window.gradient(slot, self._divide_by())
+        raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
+        return self._window.memory()
+
+    def __repr__(self) -> str:
+        """The wrapper's options around the inner optimizer's."""
+        options = ", ".join(f"{k}={v!r}" for k, v in self._options.items())
+        return f"{type(self).__name__}({options})\n{self._inner!r}"
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        count: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``loss.backward()`` for a micro-batch that does not count as 1.
+
+        Args:
+            loss: the loss, never multiplied by anything here.
+            weight: the loss is a mean over this many items (tokens, rows).
+            count: the loss is a sum over this many items; may be given to ``step()`` instead.
+            **kwargs: for ``Tensor.backward``.
+
+        Raises:
+            ValueError: both were given, or another backward of this micro-batch carried another weight,
+                or the window is weighted otherwise.
+        """
+        self._check_usable()
+        given = self._given(weight, count)
+        before = self._pending_weight
+        if given is not None:
+            self._agree(given)
+            self._pending_weight = given
+        try:
+            loss.backward(**kwargs)
+        except BaseException:
+            self._pending_weight = before
+            raise
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: float | Tensor | None = None,
+        count: float | Tensor | None = None,
+    ) -> Any:
+        """Closes the micro-batch; on the ``accumulation_steps``-th, updates the parameters.
+
+        Args:
+            closure: run first, with gradients enabled; its result is returned.
+            weight: the micro-batch's loss is a mean over this many items. Not with ``take="backward"``.
+            count: its loss is a sum over this many items.
+
+        Returns:
+            The closure's result, or None.
+
+        Raises:
+            RuntimeError: a gradient that had arrived is gone from ``.grad``; or ``nonfinite="error"``
+                and the window's gradient is not finite.
+            ValueError: weights that do not agree. Nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._close_micro_batch(weight, count)
+        return loss
+
+    def flush(self) -> bool:
+        """Closes a partial window with its true divisor.
+
+        A pending micro-batch (a backward without a ``step()``) is not part of the window and stays.
+
+        Returns:
+            Whether there was a window to close.
+        """
+        self._check_usable()
+        self._updated = False
+        if self._micro_step == 0:
+            return False
+        with torch.no_grad():
+            self._sync_slots()
+            self._run_hooks("pre")
+            self._close_window()
+        return True
+
+    def discard(self) -> None:
+        """Drops the open window, its pending micro-batch included; parameters stay as they are."""
+        for slot in self._slots:
+            slot.param.grad = None
+        self._backward_tasks.clear()
+        self._drop_pending()
+        self._reset_window()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the pending micro-batch: what arrived since the last ``step()``.
+
+        Closed micro-batches stay (:meth:`discard` drops them).
+
+        Args:
+            set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
+
+        Raises:
+            RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
+                earlier micro-batches.
+        """
+        if self._options["take"] == "backward" and self._added_pending:
+            if self._micro_step:
+                raise RuntimeError(
+                    "zero_grad() cannot drop the pending micro-batch: with take='backward' its gradients "
+                    "were already added to earlier ones. Call discard() to drop the whole window, or use "
+                    "take='step'"
+                )
+            self._reset_window()
+        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+            for param in self._all_params():
+                if param.grad is None:
+                    continue
+                if set_to_none:
+                    param.grad = None
+                else:
+                    if param.grad.grad_fn is not None:
+                        param.grad.detach_()
+                    else:
+                        param.grad.requires_grad_(False)
+                    param.grad.zero_()
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        self._arrivals.clear()
+        self._pending_weight = None
+        self._taken.clear()
+        self._taken_bytes = 0
+        self._added_pending = False
+
+    def clip_next(self, max_norm: float) -> Tensor:
+        """Clips the window that closes next to ``max_norm``, instead of the wrapper's own limit.
+
+        What ``fastaccum.clip_grad_norm_(optimizer, max_norm)`` calls.
+
+        Returns:
+            :attr:`norm`, which holds the window's norm once it is closed.
+        """
+        limit = arguments.max_norm(max_norm)
+        if limit is None:
+            raise TypeError("max_norm must be a number, got None")
+        if self._options["max_value"] is not None:
+            raise ValueError("max_norm and max_value exclude each other: this wrapper clips by value")
+        self._clip_once = limit
+        return self._norm
+
+    # --------------------------------------------------------------------------------- micro-batch
+
+    def _close_micro_batch(self, weight: Any, count: Any) -> None:
+        self._check_usable()
+        if self._micro_step >= self.accumulation_steps:
+            raise RuntimeError(
+                f"the window already holds its {self.accumulation_steps} micro-batches and could not be "
+                "closed (its gradient is not finite): discard() it"
+            )
+        given = self._given(weight, count)
+        if given is not None:
+            if given[0] == "weight" and self._options["take"] == "backward":
+                raise ValueError(
+                    "step(weight=) comes too late with take='backward': gradients were added already. "
+                    "Use backward(loss, weight=), or step(count=) with a loss that is a sum"
+                )
+            self._agree(given)
+        self._sync_slots()
+        entries, kind, items = self._pending_entries(given)
+        closing = self._micro_step + 1 == self.accumulation_steps
+        if closing:
+            self._run_hooks("pre")
+        self._take_entries(entries, kind, items, closing)
+        self._updated = False
+        if closing:
+            self._close_window()
+
+    def _pending_entries(self, given: tuple[str, float] | None) -> tuple[list[Entry], str | None, float]:
+        """(gradients of the pending micro-batch, kind of weight, items); changes nothing."""
+        grads = [param.grad for param in self._params]
+        arrived = self._arrivals.noted
+        if arrived:
+            self._check_arrived(arrived)
+        slots = self._slots
+        if any(grad is None for grad in grads):
+            slots = [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        had_backward = bool(grads) or self._added_pending or bool(self._taken)
+        kind, items = given or self._pending_weight or (None, 1.0)
+        if kind is None and had_backward:
+            kind = "plain"
+            self._agree((kind, 1.0))
+        if not had_backward and kind is None:
+            items = 0.0
+        self._watch_for_misuse(slots, len(grads))
+        # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
+        if items == 0.0:
+            return [], kind, 0.0
+        keep = self._may_keep() and self._micro_step + 1 < self.accumulation_steps
+        if keep:
+            own(grads)  # type: ignore[arg-type]
+        entries = []
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad.layout != torch.strided or not (slot.contiguous and grad.is_contiguous()):
+                grad = _dense(slot, grad)
+            entries.append((slot, grad))
+        return entries, kind, items
+
+    def _may_keep(self) -> bool:
+        return self._options["take"] == "step" and self._window.empty
+
+    def _take_entries(self, entries: list[Entry], kind: str | None, items: float, closing: bool) -> None:
+        norm_type = self._options["norm_type"]
+        summed_here = norm_type in (1.0, 2.0, math.inf)
+        taken = self._taken + entries
+        if taken or (closing and not self._window.empty):
+            in_pass = closing and summed_here and self._options["take"] == "step"
+            self._window.add(
+                self._backend_for(taken),
+                taken,
+                items if kind == "weight" else 1.0,
+                keep=self._may_keep(),
+                partials=in_pass,
+                norm_type=norm_type,
+            )
+        for param in self._params:
+            param.grad = None
+        self._drop_pending()
+        if kind is not None and self._weight_kind is None:
+            self._weight_kind = kind
+        self._window.total += items
+        self._micro_step += 1
+
+    def _backend_for(self, entries: Sequence[Entry]) -> Any:
+        device = entries[0][1].device if entries else self._norm.device
+        if device != self._norm.device:
+            self._move_outputs(device)
+        return backends.load(backends.choose(self._options["backend"], device))
+
+    def _move_outputs(self, device: torch.device) -> None:
+        """The model was moved after wrapping: counters follow."""
+        norm, skipped = self._norm, self._skipped
+        self._make_outputs(device)
+        self._norm.copy_(norm)
+        self._skipped.copy_(skipped)
+        self._plan_key = ()
+        self._sync_slots()
+
+    def _check_arrived(self, arrived: Iterable[Tensor]) -> None:
+        for param in arrived:
+            if param.grad is None and self._options["take"] == "step":
+                number = next((s.number for s in self._slots if s.param is param), None)
+                if number is None:
+                    continue  # the parameter was taken out of its group
+                raise RuntimeError(
+                    f"the gradient of parameter {number} (shape {list(param.shape)}) arrived but is gone from "
+                    ".grad at step(): something cleared it, such as model.zero_grad(). Call "
+                    "optimizer.zero_grad() on this wrapper to drop a micro-batch, or do not clear .grad"
+                )
+
+    def _watch_for_misuse(self, slots: Sequence[Slot], n_gradients: int) -> None:
+        """Warns once about a loop that still counts by itself, and about a foreign clip."""
+        steps = self.accumulation_steps
+        if steps > 1 and "own count" not in self._warned and n_gradients:
+            same = self._arrivals.backward_calls(n_gradients) == steps
+            self._same_backward_calls = self._same_backward_calls + 1 if same else 0
+            if self._same_backward_calls >= 2:
+                self._warn(
+                    "own count",
+                    f"every micro-batch so far held exactly accumulation_steps={steps} backward calls. If the "
+                    "loop calls step() only on every N-th iteration (`if (i + 1) % N == 0`), delete that "
+                    "condition: call step() after every backward, the wrapper counts by itself",
+                )
+        if "clipped" not in self._warned:
+            for slot in slots[: len(self._slots)]:
+                if self._arrivals.changed_in_place(slot.param):
+                    self._warn(
+                        "clipped",
+                        "a pending gradient was changed in place after backward. If that was a clip, it "
+                        "clipped this micro-batch only, not the window: pass max_norm= to "
+                        "FusedAccumulator, or call fastaccum.clip_grad_norm_(optimizer, max_norm)",
+                    )
+                    break
+
+    def _warn(self, key: str, message: str) -> None:
+        self._warned.add(key)
+        warnings.warn(message, UserWarning, stacklevel=6)
+
+    # --------------------------------------------------------------------------------------- weights
+
+    def _given(self, weight: Any, count: Any) -> tuple[str, float] | None:
+        if weight is not None and count is not None:
+            raise ValueError(
+                "give weight= (the loss is a mean over n items) or count= (it is a sum over n), not both"
+            )
+        if weight is not None:
+            return "weight", arguments.weight(weight, "weight")
+        if count is not None:
+            return "count", arguments.weight(count, "count")
+        return None
+
+    def _agree(self, given: tuple[str, float]) -> None:
+        """Raises ValueError if this weight does not go with the pending ones and the window's."""
+        if self._pending_weight is not None and self._pending_weight != given:
+            raise ValueError(
+                f"all backward calls of one micro-batch carry the same weight, counted once: got "
+                f"{given[0]}={given[1]:g} after {self._pending_weight[0]}={self._pending_weight[1]:g}"
+            )
+        if self._weight_kind not in (None, given[0]):
+            words = {"plain": "no weight", "weight": "weight=", "count": "count="}
+            raise ValueError(
+                f"a window is weighted throughout or not at all: this micro-batch has {words[given[0]]}, "
+                f"earlier ones have {words[self._weight_kind]}. flush() or discard() the window first"
+            )
+
+    def _divide_by(self) -> float:
+        """What the window's sum is divided by."""
+        if self._options["reduction"] == "sum":
+            return 1.0
+        return self._window.total or 1.0
+
+    # ---------------------------------------------------------------------------------------- window
+
+    def _close_window(self) -> None:
+        window, options = self._window, self._options
+        if window.empty or not window.total > 0.0:
+            self._norm.zero_()
+            self._skip.fill_(1)
+            self._end_window()
+            return
+        finished = window.finished()
+        backend = self._backend_for([(finished[0][0].slots[0], finished[0][2][0])])
+        self._sum_up(backend)
+        if options["nonfinite"] == "error" and bool(self._skip):
+            self._skipped.sub_(1)
+            self._norm_report()
+        # On the CPU the flag is at hand; a GPU must not wait for it, there the kernels read it.
+        if not (self._skip.device.type == "cpu" and bool(self._skip)):
+            self._rule.update(
+                backend, finished, self._factor, self._skip, options["max_value"], self._norm_group_of
+            )
+        self._end_window()
+
+    def _sum_up(self, backend: Any) -> None:
+        """Norm, factor and skip of the window."""
+        window, norm_type = self._window, self._options["norm_type"]
+        scale = None
+        if norm_type not in (1.0, 2.0, math.inf):
+            # |x / max|^p cannot overflow: the largest magnitude first.
+            window.has_partials = False
+            window.sum_norm(backend, math.inf)
+            scale = window.partials[0].max() if window.partials.numel() else None
+            window.has_partials = False
+        window.sum_norm(backend, norm_type, scale)
+        self._total.fill_(window.total)
+        self._divisor.fill_(self._divide_by() / window.sum_weight)
+        backend.finish_(
+            self._norm,
+            self._group_norms,
+            self._factor,
+            self._skip,
+            self._skipped,
+            window.partials,
+            self._spans,
+            self._limits(),
+            self._total,
+            self._divisor,
+            norm_type,
+            scale,
+            self._options["nonfinite"] != "propagate",
+        )
+
+    def _limits(self) -> Tensor:
+        shared = self._clip_once if self._clip_once is not None else self._options["max_norm"]
+        own_limits = [v for v in _group_max_norms(self.param_groups) if v is not None]
+        values = [math.inf if shared is None else shared, *own_limits]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def _norm_report(self) -> None:
+        raise RuntimeError(
+            f"the window's gradient is not finite (norm {float(self._norm)}) and nonfinite='error': "
+            "parameters and optimizer state are unchanged and the window is still open. Look for the cause, "
+            "then discard() the window, or use nonfinite='skip'"
+        )
+
+    def _end_window(self) -> None:
+        self._reset_window()
+        self._updated = True
+        # What torch's schedulers look at to see that the optimizer has stepped.
+        self._inner._opt_called = True  # type: ignore[attr-defined]
+        self._run_hooks("post")
+
+    def _reset_window(self) -> None:
+        self._window.reset()
+        self._micro_step = 0
+        self._weight_kind = None
+        self._clip_once = None
+
+    def _run_hooks(self, when: str) -> None:
+        """Hooks of the wrapper, the inner optimizer and the global ones, each once per closed window."""
+        from torch.optim import optimizer as torch_optimizer
+
+        attribute = f"_optimizer_step_{when}_hooks"
+        own_hooks = getattr(self, attribute).values()
+        inner_hooks = getattr(self._inner, attribute).values()
+        global_hooks = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()
+        for owner, hooks in ((self, own_hooks), (self._inner, inner_hooks), (self._inner, global_hooks)):
+            for hook in list(hooks):
+                result = hook(owner, (), {})
+                if when == "pre" and result is not None and not (isinstance(result, tuple) and len(result) == 2):
+                    raise RuntimeError(
+                        f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}."
+                    )
+
+    # ----------------------------------------------------------------------------- take="backward"
+
+    def _take_now(self, param: Tensor) -> None:
+        """The hook of take="backward": moves a gradient out of ``.grad`` into the next bucket."""
+        task = graph_task()
+        if task not in self._backward_tasks:
+            self._backward_tasks.add(task)
+            reference = weakref.ref(self)
+
+            def end() -> None:
+                wrapper = reference()
+                if wrapper is not None:
+                    wrapper._end_backward(task)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        slot = self._slot_of(param)
+        if slot is None or param.grad is None:
+            return
+        with torch.no_grad():
+            grad = _dense(slot, param.grad)
+            param.grad = None
+            self._taken.append((slot, grad))
+            self._taken_bytes += grad.numel() * grad.element_size()
+            if self._taken_bytes >= BUCKET_BYTES:
+                self._add_taken()
+
+    def _end_backward(self, task: int) -> None:
+        with torch.no_grad():
+            self._add_taken()
+        self._backward_tasks.discard(task)
+
+    def _add_taken(self) -> None:
+        if not self._taken:
+            return
+        kind, items = self._pending_weight or ("plain", 1.0)
+        if items != 0.0:
+            self._window.add(
+                self._backend_for(self._taken),
+                self._taken,
+                items if kind == "weight" else 1.0,
+                keep=False,
+                partials=False,
+                norm_type=2.0,
+            )
+        self._added_pending = True
+        self._taken = []
+        self._taken_bytes = 0
+
+    def _slot_of(self, param: Tensor) -> Slot | None:
+        number = self._number_of.get(id(param))
+        if number is None:
+            self._sync_slots()
+            number = self._number_of.get(id(param))
+        return None if number is None else self._slots[number]
+
+    def _check_usable(self) -> None:
+        if self._backward_tasks and graph_task() == -1:
+            raise RuntimeError(
+                "a backward() raised after some of its gradients were added to the window "
+                "(take='backward'): the window is incomplete. Call discard() and start it again"
+            )
+
+    # ------------------------------------------------------------------------------------- slots
+
+    def _all_params(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _sync_slots(self) -> None:
+        """Follows the parameter groups, which may have changed in any way since the last call."""
+        listed = self._all_params()
+        if len(listed) != len(self._listed) or not all(map(is_, listed, self._listed)):
+            self._replace_slots(listed)
+        if self._micro_step == 0 and not self._added_pending and not self._taken:
+            self._lay_out_if_changed()
+
+    def _replace_slots(self, listed: list[Tensor]) -> None:
+        found = unique_params(self.param_groups)
+        for param, group in found:
+            _check_param(param, group)
+        self._arrivals.watch([param for param, _ in found])
+        self._slots = [Slot(param, number, group) for number, (param, group) in enumerate(found)]
+        self._params = [slot.param for slot in self._slots]
+        self._number_of = {id(slot.param): slot.number for slot in self._slots}
+        self._listed = listed
+        self._rule.resize(self._slots)
+        self._plan_key = ()
+        self._lay_out_if_changed()
+
+    def _lay_out_if_changed(self) -> None:
+        """New plans when a parameter's dtype or memory order or the norm groups changed."""
+        own_limits = _group_max_norms(self.param_groups)
+        key = (
+            [p.dtype for p in self._params],
+            [p.is_contiguous() or p.stride() for p in self._params],
+            [limit is not None for limit in own_limits],
+        )
+        if key == self._plan_key:
+            return
+        if self._plan_key:  # the same parameters in another guise: dtype or memory format
+            self._slots = [Slot(s.param, s.number, s.group) for s in self._slots]
+            self._rule.resize(self._slots)
+        numbers, count = [], 0
+        for limit in own_limits:
+            count += limit is not None
+            numbers.append(count if limit is not None else 0)
+        self._norm_group_of = numbers
+        plans, spans, n_chunks = make_plans(self._slots, numbers, self._options["accumulate_dtype"])
+        device = self._norm.device
+        self._window.lay_out(plans, n_chunks, device)
+        self._spans = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3)
+        self._group_norms = torch.zeros(count + 1, dtype=torch.float64, device=device)
+        self._factor = torch.zeros(count + 1, dtype=torch.float64, device=device)
+        self._plan_key = key
+
+    # ------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's ``state_dict`` plus the entry ``"fastaccum"``: counters, open window.
+
+        The stock optimizer loads it too. Every tensor owns its memory.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result = checkpoint.owned(self._inner.state_dict())
+        result["fastaccum"] = self.window_state_dict()
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` or the stock optimizer's gave.
+
+        Without a ``"fastaccum"`` entry the open window is dropped.
+
+        Raises:
+            ValueError: it does not fit these parameters; nothing has changed then.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        state_dict = dict(state_dict)
+        entry = state_dict.pop("fastaccum", None)
+        checkpoint.check_groups(state_dict, self.param_groups)
+        if entry is not None:
+            checkpoint.check_window(entry, self._params, self.accumulation_steps)
+        self._inner.load_state_dict(state_dict)
+        self.discard()
+        self._replace_slots(self._all_params())
+        if entry is not None:
+            self.load_window_state_dict(entry)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def window_state_dict(self) -> dict[str, Any]:
+        """The open window and the counters: what ``state_dict()["fastaccum"]`` holds."""
+        kept, sums = self._window.export()
+        return {
+            "version": checkpoint.VERSION,
+            "accumulation_steps": self.accumulation_steps,
+            "micro_step": self._micro_step,
+            "weight_kind": self._weight_kind,
+            "total_weight": self._window.total,
+            "kept": kept,
+            "kept_weight": self._window.kept_weight,
+            "gradients": sums,
+            "skipped": self._skipped.clone(),
+        }
+
+    def load_window_state_dict(self, entry: dict[str, Any]) -> None:
+        """Loads :meth:`window_state_dict`; the open window is replaced.
+
+        Raises:
+            ValueError: it does not fit these parameters; nothing has changed then.
+        """
+        self._sync_slots()
+        checkpoint.check_window(entry, self._params, self.accumulation_steps)
+        self.discard()
+        self._lay_out_if_changed()
+        self._window.restore(entry["kept"], dict(entry["gradients"]), self._norm.device)
+        self._window.kept_weight = float(entry["kept_weight"])
+        self._window.total = float(entry["total_weight"])
+        self._micro_step = int(entry["micro_step"])
+        self._weight_kind = entry["weight_kind"]
+        self._skipped.copy_(entry["skipped"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""
+        return {
+            "inner": self._inner,
+            "options": dict(self._options),
+            "window": self.window_state_dict(),
+            "norm": self._norm.clone(),
+            "updated": self._updated,
+            "skip": self._skip.clone(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Builds an independent wrapper: own buffers, own hooks. Step hooks are dropped, as in stock."""
+        if "inner" not in state:  # torch's own protocol: new groups and state for the inner optimizer
+            self._inner.__setstate__(state)
+            return
+        self._start(state["inner"], dict(state["options"]))
+        self.load_window_state_dict(state["window"])
+        self._norm.copy_(state["norm"])
+        self._skip.copy_(state["skip"])
+        self._updated = state["updated"]
+
+
+# torch patches `step` of Optimizer subclasses to run hooks on every call; here they run per window.
+FusedAccumulator.step.hooked = True  # type: ignore[attr-defined]
+
+
+def _dense(slot: Slot, grad: Tensor) -> Tensor:
+    """A gradient as a dense tensor in its slot's memory order."""
+    if grad.is_sparse:
+        grad = grad.coalesce().to_dense()
+    elif grad.layout != torch.strided:
+        grad = grad.to_dense()
+    if grad.shape != slot.param.shape:
+        raise RuntimeError(
+            f"the gradient of parameter {slot.number} has shape {list(grad.shape)}, the parameter has "
+            f"{list(slot.param.shape)}"
+        )
+    return slot.ordered(grad)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, FusedAccumulator):
+        raise TypeError("optimizer is a FusedAccumulator already: wrap the optimizer inside it once")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; build it first: "
+            "FusedAccumulator(torch.optim.AdamW(model.parameters()), accumulation_steps=4)"
+        )
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch.optim"):
+            raise ValueError(f"{kind.__name__} cannot be wrapped: {_REFUSED[kind.__name__]}")
+    for number, group in enumerate(optimizer.param_groups):
+        _check_group(group, number)
+
+
+def _check_group(group: dict[str, Any], number: int) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"parameter group {number} has differentiable=True, which cannot be wrapped: the update is "
+            "not recorded by autograd"
+        )
+    for param in group["params"]:
+        _check_param(param, number)
+
+
+def _check_param(param: Tensor, group: int) -> None:
+    where = f"a parameter of group {group} (shape {list(param.shape)})"
+    if param.is_complex():
+        raise ValueError(f"{where} is complex: wrap torch.view_as_real of it, or leave it to another optimizer")
+    if param.layout != torch.strided:
+        raise ValueError(f"{where} is {param.layout}: only dense parameters are supported")
+    if not param.is_floating_point():
+        raise ValueError(f"{where} has dtype {param.dtype}: only floating-point parameters have gradients")
+    accumulation_dtype(param.dtype, None)
+    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"{where} has dtype {param.dtype}; float32, bfloat16, float16 and float64 are supported")
+
+
+def _device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
+    """The one device of all parameters."""
+    devices = {param.device for group in groups for param in group["params"]}
+    if len(devices) > 1:
+        raise ValueError(
+            f"parameters are on several devices ({', '.join(sorted(map(str, devices)))}): give each device's "
+            "parameters an optimizer and a FusedAccumulator of their own"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _group_max_norms(groups: Sequence[dict[str, Any]]) -> list[float | None]:
+    """Each group's own limit, or None for the shared norm."""
+    return [
+        arguments.max_norm(group.get("max_norm"), f"param_groups[{i}]['max_norm']") for i, group in enumerate(groups)
+    ]
+

@@ -1,0 +1,127 @@
+"""Notes that gradients arrived: one hook per parameter, which goes when its wrapper goes.
+
+A hook that runs Python costs 1 to 2 microseconds per parameter and backward. Most parameters need only
+be noted, and ``list.append`` is that hook without a Python frame. The first ``WATCHED`` parameters also
+record the version of the gradient, so that a foreign clip, which changes every gradient in place, is
+noticed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+WATCHED = 64
+
+# Which wrapper takes a parameter's gradients: two of them would each see half.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    # Registering needs requires_grad; a frozen parameter may be unfrozen at any time, and then its
+    # hook must be there already.
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+
+
+class Arrivals:
+    """The hooks of one wrapper and what they have noted since the last micro-batch was closed.
+
+    Attributes:
+        noted: the parameters in order of arrival, once per backward that reached them.
+    """
+
+    def __init__(self, owner: object, hook: Callable[[Tensor], None] | None) -> None:
+        """Prepares the hooks of ``owner``.
+
+        Args:
+            owner: the wrapper; held weakly.
+            hook: called with each parameter whose gradient arrived, instead of noting it.
+        """
+        self.noted: list[Tensor] = []
+        self._versions: dict[int, tuple[Any, int]] = {}
+        self._hook = hook
+        self._owner = weakref.ref(owner)
+        self._handles: dict[int, tuple[Any, Any]] = {}
+        weakref.finalize(owner, _release, self._handles, self.noted).atexit = False
+
+    def check(self, params: list[Tensor]) -> None:
+        """Raises ValueError if a parameter belongs to another live wrapper."""
+        for i, param in enumerate(params):
+            owner = _owners.get(param)
+            if owner is not None and owner() is not None and owner() is not self._owner():
+                raise ValueError(
+                    f"parameter {i} (shape {list(param.shape)}) is owned by another FusedAccumulator; "
+                    "delete that one first, or give each optimizer its own parameters"
+                )
+
+    def watch(self, params: list[Tensor]) -> None:
+        """Hooks parameters that have no hook yet and lets go of those that are not in the list."""
+        self.check(params)
+        wanted = {id(p) for p in params}
+        for key in [key for key in self._handles if key not in wanted]:
+            reference, handle = self._handles.pop(key)
+            handle.remove()
+            if reference() is not None:
+                _owners.pop(reference(), None)
+        for param in params:
+            if id(param) in self._handles:
+                continue
+            if self._hook is not None:
+                hook = self._hook
+            elif len(self._handles) < WATCHED:
+                hook = self._note_version
+            else:
+                hook = self.noted.append
+            self._handles[id(param)] = (weakref.ref(param), _register(param, hook))
+            _owners[param] = self._owner
+
+    @property
+    def _note_version(self) -> Callable[[Tensor], None]:
+        noted, versions = self.noted, self._versions
+
+        def note(param: Tensor) -> None:
+            noted.append(param)
+            versions[id(param)] = (weakref.ref(param.grad), param.grad._version)  # type: ignore[union-attr]
+
+        return note
+
+    def changed_in_place(self, param: Tensor) -> bool:
+        """Whether a watched gradient that still lies in ``.grad`` was written after it arrived."""
+        grad, seen = param.grad, self._versions.get(id(param))
+        return seen is not None and grad is not None and seen[0]() is grad and grad._version != seen[1]
+
+    def backward_calls(self, n_gradients: int) -> int:
+        """How many backward calls filled the pending micro-batch, if each reached every parameter."""
+        return len(self.noted) // n_gradients if n_gradients and len(self.noted) % n_gradients == 0 else 0
+
+    def clear(self) -> None:
+        """Forgets what was noted."""
+        self.noted.clear()
+        self._versions.clear()
+
+
+def _release(handles: dict[int, tuple[Any, Any]], noted: list[Tensor]) -> None:
+    for reference, handle in handles.values():
+        handle.remove()
+        param = reference()
+        if param is not None:
+            _owners.pop(param, None)
+    handles.clear()
+    noted.clear()
+
+
+def graph_task() -> int:
+    """The number of the backward call that runs now; -1 outside of one."""
+    return torch._C._current_graph_task_id()

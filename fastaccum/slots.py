@@ -1,0 +1,152 @@
+"""One slot per physical parameter: its group, its memory order, its place in the flat buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastaccum.layout import Layout
+
+
+class Slot:
+    """A parameter as the accumulator sees it.
+
+    Attributes:
+        param: the parameter.
+        number: its position among all slots (and in the step counters).
+        group: number of its parameter group.
+        dense: its elements fill one stretch of memory, so kernels may run over it.
+        contiguous: row-major; then a gradient has the same memory order if it is contiguous.
+        stride: its strides, for the other dense ones.
+    """
+
+    __slots__ = ("contiguous", "dense", "group", "number", "param", "stride")
+
+    def __init__(self, param: Tensor, number: int, group: int) -> None:
+        self.param = param
+        self.number = number
+        self.group = group
+        self.contiguous = param.is_contiguous()
+        self.dense = self.contiguous or _is_dense(param)
+        self.stride = param.stride()
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """The tensor itself if it lies in memory in this slot's order, else a copy that does."""
+        if self.contiguous or not self.dense:
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
+        if tensor.stride() == self.stride:
+            return tensor
+        copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(tensor)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A flat stretch of a buffer in the parameter's shape."""
+        if self.contiguous or not self.dense:
+            return flat.view(self.param.shape)
+        return flat.as_strided(self.param.shape, self.stride)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Strides are those of a permuted contiguous tensor."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda x: x[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclasses.dataclass
+class Plan:
+    """The slots that share one accumulation dtype, laid out in one index space.
+
+    Attributes:
+        dtype: what gradients are accumulated in.
+        slots: in layout order: by norm group, then by number.
+        layout: their offsets.
+        first_chunk: where this plan's chunks start among all plans' chunks.
+        segments: int64 ``[n, 2]``.
+        all_index: int64 ``[n]``: 0, 1, 2, …
+        numbers: int64 ``[n]``: the slots' numbers.
+        groups: int64 ``[n]``: the slots' parameter groups.
+    """
+
+    dtype: torch.dtype
+    slots: list[Slot]
+    layout: Layout
+    first_chunk: int
+    segments: Tensor
+    all_index: Tensor
+    numbers: Tensor
+    groups: Tensor
+
+    def index(self, positions: Sequence[int]) -> Tensor:
+        """Positions as an int64 tensor."""
+        if len(positions) == len(self.slots):
+            return self.all_index
+        return torch.tensor(positions, dtype=torch.int64)
+
+
+def accumulation_dtype(param_dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """float32 for 16- and 32-bit gradients, float64 for float64, unless one was asked for."""
+    if asked is not None:
+        return asked
+    return torch.float64 if param_dtype == torch.float64 else torch.float32
+
+
+def make_plans(
+    slots: Sequence[Slot], norm_group_of: Sequence[int], asked: torch.dtype | None
+) -> tuple[list[Plan], list[tuple[int, int, int]], int]:
+    """Lays slots out.
+
+    Args:
+        slots: all slots.
+        norm_group_of: norm group of each parameter group.
+        asked: ``accumulate_dtype``.
+
+    Returns:
+        Plans, one per accumulation dtype; spans ``(norm group, first chunk, end chunk)`` over all
+        plans' chunks numbered on; the number of chunks.
+    """
+    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        by_dtype.setdefault(accumulation_dtype(slot.param.dtype, asked), []).append(slot)
+    plans: list[Plan] = []
+    spans: list[tuple[int, int, int]] = []
+    chunks = 0
+    for dtype, members in by_dtype.items():
+        members.sort(key=lambda slot: (norm_group_of[slot.group], slot.number))
+        layout = Layout.of([s.param.numel() for s in members], [norm_group_of[s.group] for s in members])
+        plans.append(
+            Plan(
+                dtype,
+                members,
+                layout,
+                chunks,
+                torch.tensor(list(zip(layout.offsets, layout.numels, strict=True)), dtype=torch.int64),
+                torch.arange(len(members)),
+                torch.tensor([s.number for s in members], dtype=torch.int64),
+                torch.tensor([s.group for s in members], dtype=torch.int64),
+            )
+        )
+        spans += [(group, chunks + begin, chunks + end) for group, begin, end in layout.spans]
+        chunks += layout.n_chunks
+    return plans, spans, chunks
+
+
+def unique_params(groups: Sequence[dict[str, Any]]) -> list[tuple[Tensor, int]]:
+    """(parameter, group number), each physical parameter once, at its first place."""
+    seen: set[int] = set()
+    found = []
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) not in seen:
+                seen.add(id(param))
+                found.append((param, number))
+    return found

@@ -1,0 +1,270 @@
+"""From a finished window to new parameters: the fused rules, and any other optimizer's own step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import is_
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fastaccum import ops
+from fastaccum.slots import Plan, Slot
+
+DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
+Finished = list[tuple[Plan, list[int], list[Tensor], Tensor]]
+
+
+def rule_for(optimizer: Optimizer) -> FusedRule | GenericRule:
+    """The fused rule for exactly SGD, Adam and AdamW (a subclass may do anything), else the generic."""
+    if type(optimizer) in (Adam, AdamW):
+        return AdamRule(optimizer)
+    if type(optimizer) is SGD:
+        return SgdRule(optimizer)
+    return GenericRule(optimizer)
+
+
+class FusedRule:
+    """Updates parameters and state straight from the window's sums, in one pass.
+
+    Attributes:
+        steps: float32 ``[n_slots]``: updates applied to each parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = torch.zeros(0)
+        self._hyper_key: list[tuple[float, ...]] = []
+        self._hyper = torch.zeros(0, ops.HYPER_COLUMNS, dtype=torch.float64)
+        self._seen: list[list[Tensor]] = []
+        self._scalars = torch.zeros(0, ops.SCALAR_COLUMNS, dtype=torch.float64)
+
+    # What a concrete rule says.
+    def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """lr, beta1, beta2, eps, weight_decay, momentum, dampening, flags."""
+        raise NotImplementedError
+
+    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+        raise NotImplementedError
+
+    def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
+        raise NotImplementedError
+
+    def resize(self, slots: Sequence[Slot]) -> None:
+        """Makes room for a new list of slots; step counts follow their parameters."""
+        self.steps = torch.zeros(len(slots), device=slots[0].param.device if slots else None)
+        self._seen = []
+
+    def hyper(self, max_value: float | None, norm_group_of: Sequence[int]) -> Tensor:
+        """The table of the groups' options, made again only when one of them changed."""
+        limit = math.inf if max_value is None else max_value
+        key = [
+            (*row[:7], limit, float(norm_group), row[7])
+            for row, norm_group in zip(map(self._row, self.optimizer.param_groups), norm_group_of, strict=True)
+        ]
+        if key != self._hyper_key:
+            self._hyper = torch.tensor(key, dtype=torch.float64)
+            self._hyper_key = key
+        return self._hyper
+
+    def update(
+        self,
+        backend: SimpleNamespace,
+        finished: Finished,
+        factor: Tensor,
+        skip: Tensor,
+        max_value: float | None,
+        norm_group_of: Sequence[int],
+    ) -> None:
+        """Applies the window; on the device, ``skip`` decides whether anything is written."""
+        hyper = self.hyper(max_value, norm_group_of)
+        for plan, places, grads, index in finished:
+            whole = len(places) == len(plan.slots)
+            slots = plan.slots if whole else [plan.slots[k] for k in places]
+            numbers = plan.numbers if whole else plan.numbers[index]
+            groups = plan.groups if whole else plan.groups[index]
+            states = self._states(slots)
+            if len(self._scalars) < len(slots):
+                self._scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64)
+            backend.advance_(self.steps, self._scalars, numbers, groups, hyper, skip)
+            params = [slot.param for slot in slots]
+            scattered = [i for i, slot in enumerate(slots) if not slot.dense]
+            targets = list(params)
+            for i in scattered:  # elements with gaps between them: update a dense copy, write it back
+                targets[i] = params[i].contiguous()
+            self._apply(
+                backend, targets, states, grads, plan.segments, index, groups, hyper, self._scalars, factor, skip
+            )
+            for i in scattered:
+                params[i].copy_(targets[i])
+            torch.autograd.graph.increment_version(params)
+
+    def _checked(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> list[list[Tensor]]:
+        """State tensors in their parameters' memory order; looks again only when one was replaced."""
+        if len(lists) == len(self._seen) and all(
+            len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, self._seen, strict=True)
+        ):
+            return lists
+        for tensors in lists:
+            for i, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
+                if tensor.shape != slot.param.shape:
+                    raise RuntimeError(
+                        f"optimizer state of parameter {slot.number} has shape {list(tensor.shape)}, the "
+                        f"parameter has {list(slot.param.shape)}: load the state of the same model"
+                    )
+                tensors[i] = slot.ordered(tensor)
+        self._seen = lists
+        return lists
+
+
+class AdamRule(FusedRule):
+    """Adam and AdamW with all their options."""
+
+    def resize(self, slots: Sequence[Slot]) -> None:
+        """See the base class; here the counters are ``state["step"]``'s own memory."""
+        super().resize(slots)
+        self._step_views = list(self.steps.unbind()) if len(slots) else []
+
+    def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
+        flags = DECOUPLED * bool(group.get("decoupled_weight_decay")) + AMSGRAD * bool(group["amsgrad"])
+        flags += MAXIMIZE * bool(group["maximize"])
+        beta1, beta2 = map(float, group["betas"])
+        return (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0.0, 0.0, float(flags))
+
+    def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        entries = [state[slot.param] for slot in slots]
+        views = self._step_views
+        for slot, entry in zip(slots, entries, strict=True):
+            if entry.get("step") is not views[slot.number]:
+                self._adopt(slot, entry)
+        lists = [[e["exp_avg"] for e in entries], [e["exp_avg_sq"] for e in entries]]
+        if any(group["amsgrad"] for group in groups):
+            # A list has one tensor per parameter; where amsgrad is off it is not looked at.
+            for slot, entry in zip(slots, entries, strict=True):
+                if groups[slot.group]["amsgrad"] and "max_exp_avg_sq" not in entry:
+                    entry["max_exp_avg_sq"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+            lists.append([e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries])
+        return self._stored(slots, entries, self._checked(slots, lists))
+
+    def _adopt(self, slot: Slot, entry: dict[str, Any]) -> None:
+        """Makes a parameter's state, or takes over one that was loaded or set by hand."""
+        view = self._step_views[slot.number]
+        if "exp_avg" not in entry:
+            entry["exp_avg"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+            entry["exp_avg_sq"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+        view.fill_(float(entry.get("step", 0.0)))
+        # Order of keys as stock makes them.
+        rest = {key: value for key, value in entry.items() if key != "step"}
+        entry.clear()
+        entry.update({"step": view, **rest})
+
+    def _stored(
+        self, slots: Sequence[Slot], entries: Sequence[dict[str, Any]], lists: list[list[Tensor]]
+    ) -> list[list[Tensor]]:
+        for key, tensors in zip(("exp_avg", "exp_avg_sq"), lists, strict=False):
+            for entry, tensor in zip(entries, tensors, strict=True):
+                if entry[key] is not tensor:
+                    entry[key] = tensor
+        if len(lists) == 3:
+            for slot, entry, tensor in zip(slots, entries, lists[2], strict=True):
+                if self.optimizer.param_groups[slot.group]["amsgrad"]:
+                    entry["max_exp_avg_sq"] = tensor
+        return lists
+
+    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+        backend.adam_(params, states[0], states[1], states[2] if len(states) == 3 else [], *rest)
+
+
+class SgdRule(FusedRule):
+    """SGD with momentum, dampening, nesterov, weight decay and maximize."""
+
+    def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
+        flags = MAXIMIZE * bool(group["maximize"]) + NESTEROV * bool(group["nesterov"])
+        return (
+            float(group["lr"]), 0.0, 0.0, 0.0, group["weight_decay"], group["momentum"], group["dampening"], float(flags),
+        )  # fmt: skip
+
+    def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        if not any(group["momentum"] for group in groups):
+            return []
+        buffers = []
+        for slot in slots:
+            if not groups[slot.group]["momentum"]:
+                buffers.append(slot.param)  # not looked at
+                continue
+            entry = state[slot.param]
+            buffer = entry.get("momentum_buffer")
+            if buffer is None:
+                # The first step makes the buffer the gradient; the counter tells the kernel.
+                buffer = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+                entry["momentum_buffer"] = buffer
+                self.steps[slot.number] = 0.0
+            elif self.steps[slot.number] < 1.0:
+                self.steps[slot.number] = 1.0  # a loaded buffer is not a first step
+            buffers.append(buffer)
+        (checked,) = self._checked(slots, [buffers])
+        for slot, tensor in zip(slots, checked, strict=True):
+            if groups[slot.group]["momentum"]:
+                state[slot.param]["momentum_buffer"] = tensor
+        return [checked]
+
+    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+        backend.sgd_(params, states[0] if states else [], *rest)
+
+
+class GenericRule:
+    """Puts the finished gradient into ``.grad`` and calls the optimizer's own ``step()``."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._slots: Sequence[Slot] = ()
+
+    def resize(self, slots: Sequence[Slot]) -> None:
+        """Takes a new list of slots over."""
+        self._slots = slots
+
+    def update(
+        self,
+        backend: SimpleNamespace,
+        finished: Finished,
+        factor: Tensor,
+        skip: Tensor,
+        max_value: float | None,
+        norm_group_of: Sequence[int],
+    ) -> None:
+        """Writes ``.grad``, steps unless the window is skipped, and clears ``.grad``."""
+        if bool(skip):
+            return
+        # At a flush, a micro-batch may still be pending in .grad: it must come through untouched.
+        pending = [(slot.param, slot.param.grad) for slot in self._slots if slot.param.grad is not None]
+        try:
+            for param, _ in pending:
+                param.grad = None
+            for plan, places, grads, _ in finished:
+                slots = [plan.slots[k] for k in places]
+                out = [torch.empty_like(s.param, memory_format=torch.preserve_format) for s in slots]
+                which = torch.tensor([norm_group_of[s.group] for s in slots], dtype=torch.int64)
+                limit = math.inf if max_value is None else max_value
+                backend.scale_into_(out, grads, factor, which, limit)
+                for slot, grad in zip(slots, out, strict=True):
+                    slot.param.grad = grad
+            original_step(self.optimizer)()
+        finally:
+            for slot in self._slots:
+                slot.param.grad = None
+            for param, grad in pending:
+                param.grad = grad
+
+
+def original_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The optimizer's ``step`` without torch's hook wrapper: the accumulator fires the hooks itself."""
+    function = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function.__get__(optimizer)

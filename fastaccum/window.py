@@ -1,0 +1,278 @@
+"""The open window's gradient: kept as it came after one micro-batch, in flat buffers after two.
+
+Nothing is zeroed: a buffer's segment counts only where ``present`` says so, and the first add into it
+overwrites. The window knows gradients and their weights; it does not know optimizers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from fastaccum.slots import Plan, Slot
+
+Entry = tuple[Slot, Tensor]  # a gradient in its slot's memory order
+
+
+class FlatBuffer:
+    """A plan's accumulator; padding never counts and is zeroed once."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
+        self.data = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=device)
+        self.present = torch.zeros(len(plan.slots), dtype=torch.uint8)
+        self.views = [
+            self.data[offset : offset + numel]
+            for offset, numel in zip(plan.layout.offsets, plan.layout.numels, strict=True)
+        ]
+
+
+class Window:
+    """What closed micro-batches have left, per slot.
+
+    Attributes:
+        total: the sum of the weights.
+        kept_weight: the factor of the gradients in ``kept``.
+    """
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.partials = torch.zeros(2, 0, dtype=torch.float64)
+        self.position: dict[int, tuple[int, int]] = {}  # slot number -> (plan, place in the plan)
+        self.buffers: list[FlatBuffer] = []
+        self.kept: dict[int, Tensor] = {}  # slot number -> gradient
+        self.kept_weight = 1.0
+        self.total = 0.0
+        self.has_partials = False  # the last add has summed the norm
+
+    # ------------------------------------------------------------------------------------ layout
+
+    def lay_out(self, plans: list[Plan], n_chunks: int, device: torch.device) -> None:
+        """Takes new plans over; gradients that are held move to their new places."""
+        # Keyed by parameter: a slot's number may change when parameters are added.
+        kept = {id(self._slot(n).param): grad for n, grad in self.kept.items()}
+        held = {id(slot.param): view for slot, view in self._buffered()}
+        self.plans = plans
+        self.partials = torch.zeros(2, n_chunks, dtype=torch.float64, device=device)
+        self.position = {
+            slot.number: (i, k) for i, plan in enumerate(plans) for k, slot in enumerate(plan.slots)
+        }
+        self.buffers = []
+        self.has_partials = False
+        self.kept = {
+            slot.number: kept[id(slot.param)] for plan in plans for slot in plan.slots if id(slot.param) in kept
+        }
+        if held:
+            self._allocate(device)
+            for buffer in self.buffers:
+                for k, slot in enumerate(buffer.plan.slots):
+                    if id(slot.param) in held:
+                        buffer.views[k].copy_(held[id(slot.param)])
+                        buffer.present[k] = 1
+
+    def _allocate(self, device: torch.device) -> None:
+        self.buffers = [FlatBuffer(plan, device) for plan in self.plans]
+
+    def _slot(self, number: int) -> Slot:
+        plan, k = self.position[number]
+        return self.plans[plan].slots[k]
+
+    def _buffered(self) -> list[Entry]:
+        return [
+            (buffer.plan.slots[k], buffer.views[k])
+            for buffer in self.buffers
+            for k in buffer.present.nonzero().flatten().tolist()
+        ]
+
+    # ------------------------------------------------------------------------------------ adding
+
+    @property
+    def empty(self) -> bool:
+        """No gradient is held."""
+        return not self.kept and not any(bool(b.present.any()) for b in self.buffers)
+
+    def add(
+        self,
+        backend: SimpleNamespace,
+        entries: Sequence[Entry],
+        weight: float,
+        *,
+        keep: bool,
+        partials: bool,
+        norm_type: float,
+    ) -> None:
+        """Adds a micro-batch's gradients, or keeps the first ones as they came.
+
+        Args:
+            backend: the ops.
+            entries: gradients in their slots' memory order.
+            weight: their factor.
+            keep: the window holds nothing yet, so the gradients may be kept as they are.
+            partials: sum the norm of the result in the same pass (the window closes now).
+            norm_type: of that norm; only 1, 2 and inf are summed here.
+        """
+        self.has_partials = False
+        if keep and self.empty:
+            self.kept = {slot.number: grad for slot, grad in entries}
+            self.kept_weight = weight
+            return
+        if not self.buffers:
+            self._allocate(entries[0][1].device if entries else next(iter(self.kept.values())).device)
+        factor = None if weight == 1.0 else _scalar(weight)
+        kept_factor = None if self.kept_weight == 1.0 else _scalar(self.kept_weight)
+        fresh = self._by_plan(entries)
+        kept = self._by_plan([(self._slot(n), grad) for n, grad in self.kept.items()])
+        for i, (plan, buffer) in enumerate(zip(self.plans, self.buffers, strict=True)):
+            backend.gather_(
+                buffer.data,
+                buffer.present,
+                self._partials(plan) if partials else None,
+                plan.segments,
+                *fresh[i],
+                *kept[i],
+                factor,
+                kept_factor,
+                norm_type,
+            )
+        self.kept = {}
+        self.has_partials = partials
+
+    def _by_plan(self, entries: Sequence[Entry]) -> list[tuple[list[Tensor], Tensor]]:
+        """Per plan: tensors in layout order and their index."""
+        if len(self.plans) == 1 and len(entries) == len(self.plans[0].slots):
+            plan = self.plans[0]
+            if all(a[0] is b for a, b in zip(entries, plan.slots, strict=True)):
+                return [([grad for _, grad in entries], plan.all_index)]
+        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.plans]
+        for slot, grad in entries:
+            plan_number, k = self.position[slot.number]
+            lists[plan_number].append((k, grad))
+        result = []
+        for plan, pairs in zip(self.plans, lists, strict=True):
+            pairs.sort(key=lambda pair: pair[0])
+            result.append(([grad for _, grad in pairs], plan.index([k for k, _ in pairs])))
+        return result
+
+    def _partials(self, plan: Plan) -> Tensor:
+        return self.partials[:, plan.first_chunk : plan.first_chunk + plan.layout.n_chunks]
+
+    # ----------------------------------------------------------------------------------- closing
+
+    def finished(self) -> list[tuple[Plan, list[int], list[Tensor], Tensor]]:
+        """Per plan with gradients: (plan, places, sums in memory order, index)."""
+        result = []
+        if self.kept:
+            kept = self._by_plan([(self._slot(n), grad) for n, grad in self.kept.items()])
+            for plan, (grads, index) in zip(self.plans, kept, strict=True):
+                if grads:
+                    result.append((plan, index.tolist(), grads, index))
+            return result
+        for buffer in self.buffers:
+            places = buffer.present.nonzero().flatten().tolist()
+            if places:
+                grads = buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
+                result.append((buffer.plan, places, grads, buffer.plan.index(places)))
+        return result
+
+    def sum_norm(self, backend: SimpleNamespace, norm_type: float, scale: Tensor | None = None) -> None:
+        """Fills ``partials`` if the last add has not."""
+        if self.has_partials:
+            return
+        tables = {id(plan): (grads, index) for plan, _, grads, index in self.finished()}
+        for plan in self.plans:
+            grads, index = tables.get(id(plan), ([], plan.all_index))
+            backend.norm_(self._partials(plan), plan.segments, grads, index, norm_type, scale)
+        self.has_partials = True
+
+    @property
+    def sum_weight(self) -> float:
+        """The factor that the sums still lack: kept gradients were not multiplied by their weight."""
+        return self.kept_weight if self.kept else 1.0
+
+    def gradient(self, slot: Slot, divisor: float) -> Tensor | None:
+        """A copy of one slot's gradient, averaged, in the parameter's shape."""
+        plan, k = self.position[slot.number]
+        if slot.number in self.kept:
+            total = self.kept[slot.number].to(self.plans[plan].dtype)
+        elif self.buffers and self.buffers[plan].present[k]:
+            total = slot.shaped(self.buffers[plan].views[k])
+        else:
+            return None
+        return total * (self.sum_weight / divisor)
+
+    def reset(self) -> None:
+        """Forgets the gradients; buffers stay allocated."""
+        self.kept = {}
+        self.kept_weight = 1.0
+        self.total = 0.0
+        self.has_partials = False
+        for buffer in self.buffers:
+            buffer.present.zero_()
+
+    # ------------------------------------------------------------------------------------- state
+
+    def export(self) -> tuple[bool, dict[int, Tensor]]:
+        """(kept as they came, copies of the sums by slot number), in the parameters' shapes."""
+        if self.kept:
+            return True, {n: grad.clone() for n, grad in self.kept.items()}
+        return False, {slot.number: slot.shaped(view).clone() for slot, view in self._buffered()}
+
+    def restore(self, kept: bool, sums: dict[int, Tensor], device: torch.device) -> None:
+        """The reverse of :meth:`export`; ``sums`` are already checked."""
+        self.reset()
+        if kept:
+            self.kept = {n: self._slot(n).ordered(grad.to(device, copy=True)) for n, grad in sums.items()}
+        elif sums:
+            self._allocate(device)
+            for number, total in sums.items():
+                plan, k = self.position[number]
+                slot = self._slot(number)
+                slot.shaped(self.buffers[plan].views[k]).copy_(total)
+                self.buffers[plan].present[k] = 1
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held: the flat buffers, gradients kept as they came, the norm's partials."""
+        return {
+            "buffer": sum(b.data.numel() * b.data.element_size() for b in self.buffers),
+            "kept": sum(g.untyped_storage().nbytes() for g in self.kept.values()),
+            "partials": self.partials.numel() * self.partials.element_size(),
+        }
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------- owning a gradient
+
+
+def _references(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [
+        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)) for grad in grads
+    ]
+
+
+def _lone_gradient() -> tuple[int, int]:
+    """What the counts are for a gradient that only its parameter and the list hold, as this Python counts."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    return _references([param.grad])[0]
+
+
+_LONE = _lone_gradient()
+
+
+def own(grads: list[Tensor]) -> None:
+    """Replaces, in place, every gradient that others could still write to by a copy.
+
+    A gradient is kept for the next micro-batches only if nothing else refers to it or to its storage:
+    a view of DDP's bucket, a graph's static output or a tensor that the user holds would change later.
+    The list and ``.grad`` must be their only holders on this side.
+    """
+    for i, (references, uses) in enumerate(_references(grads)):
+        if references > _LONE[0] or uses > _LONE[1]:
+            grads[i] = grads[i].clone(memory_format=torch.preserve_format)
