@@ -5,9 +5,11 @@ It decides when; the window holds gradients, the rules update, the ops do the ma
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
@@ -26,6 +28,9 @@ from fastaccum.window import Entry, Window, own
 # take="backward" adds gradients when this many bytes have arrived: well inside a CPU's last cache,
 # where what backward has just written is still warm, and large enough to hide a call's 20 us.
 BUCKET_BYTES = 4 << 20
+
+# step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
+_NOT_GIVEN: Any = object()
 
 _REFUSED = {
     "LBFGS": "it re-evaluates the loss several times within one step",
@@ -171,12 +176,12 @@ class FusedAccumulator(Optimizer):
         self._taken: list[Entry] = []  # take="backward": arrived, not yet added
         self._taken_bytes = 0
         self._added_pending = False  # take="backward": the pending micro-batch is (partly) in the buffer
-        self._optimizer_step_pre_hooks = {}
-        self._optimizer_step_post_hooks = {}
-        self._optimizer_state_dict_pre_hooks = {}
-        self._optimizer_state_dict_post_hooks = {}
-        self._optimizer_load_state_dict_pre_hooks = {}
-        self._optimizer_load_state_dict_post_hooks = {}
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         device = _device_of(optimizer.param_groups)
         self._make_outputs(torch.device("cpu") if device.type == "meta" else device)
@@ -361,7 +366,7 @@ class FusedAccumulator(Optimizer):
 
     def step(  # type: ignore[override]
         self,
-        closure: Callable[[], Any] | None = None,
+        closure: Callable[[], Any] | None = _NOT_GIVEN,
         *,
         weight: float | Tensor | None = None,
         count: float | Tensor | None = None,
@@ -381,13 +386,37 @@ class FusedAccumulator(Optimizer):
                 and the window's gradient is not finite.
             ValueError: weights that do not agree. Nothing has changed then.
         """
+        if closure is None and self._asks_for_state():
+            with torch.no_grad():
+                self._make_state()
+            return None
         loss = None
-        if closure is not None:
+        if closure is not None and closure is not _NOT_GIVEN:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
             self._close_micro_batch(weight, count)
         return loss
+
+    def _asks_for_state(self) -> bool:
+        """Whether ``step(closure=None)`` comes from torch.distributed.checkpoint.
+
+        It makes an optimizer create its state by a step on zero gradients with every lr at 0.
+        """
+        if self._inner.state or self._micro_step or self._arrivals.noted:
+            return False
+        grads = [param.grad for param in self._all_params() if param.grad is not None]
+        return (
+            bool(grads)
+            and all(float(group["lr"]) == 0.0 for group in self.param_groups if "lr" in group)
+            and not any(bool(grad.any()) for grad in grads)
+        )
+
+    def _make_state(self) -> None:
+        self._sync_slots()
+        self._rule.make_state([slot for slot in self._slots if slot.param.grad is not None])
+        for param in self._params:
+            param.grad = None
 
     def flush(self) -> bool:
         """Closes a partial window with its true divisor.
@@ -411,8 +440,16 @@ class FusedAccumulator(Optimizer):
         """Drops the open window, its pending micro-batch included; parameters stay as they are."""
         for slot in self._slots:
             slot.param.grad = None
+        self._arrivals.clear()
+        self._drop_window()
+
+    def _drop_window(self) -> None:
+        """Forgets the window and what take="backward" has taken; ``.grad`` stays."""
         self._backward_tasks.clear()
-        self._drop_pending()
+        self._pending_weight = None
+        self._taken = []
+        self._taken_bytes = 0
+        self._added_pending = False
         self._reset_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -452,7 +489,7 @@ class FusedAccumulator(Optimizer):
     def _drop_pending(self) -> None:
         self._arrivals.clear()
         self._pending_weight = None
-        self._taken.clear()
+        self._taken = []
         self._taken_bytes = 0
         self._added_pending = False
 
@@ -516,7 +553,7 @@ class FusedAccumulator(Optimizer):
             self._agree((kind, 1.0))
         if not had_backward and kind is None:
             items = 0.0
-        self._watch_for_misuse(slots, len(grads))
+        self._watch_for_misuse(len(grads))
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
         if items == 0.0:
             return [], kind, 0.0
@@ -537,14 +574,13 @@ class FusedAccumulator(Optimizer):
         norm_type = self._options["norm_type"]
         summed_here = norm_type in (1.0, 2.0, math.inf)
         taken = self._taken + entries
-        if taken or (closing and not self._window.empty):
-            in_pass = closing and summed_here and self._options["take"] == "step"
+        if taken:
             self._window.add(
                 self._backend_for(taken),
                 taken,
                 items if kind == "weight" else 1.0,
                 keep=self._may_keep(),
-                partials=in_pass,
+                partials=closing and summed_here,
                 norm_type=norm_type,
             )
         for param in self._params:
@@ -582,7 +618,7 @@ class FusedAccumulator(Optimizer):
                     "optimizer.zero_grad() on this wrapper to drop a micro-batch, or do not clear .grad"
                 )
 
-    def _watch_for_misuse(self, slots: Sequence[Slot], n_gradients: int) -> None:
+    def _watch_for_misuse(self, n_gradients: int) -> None:
         """Warns once about a loop that still counts by itself, and about a foreign clip."""
         steps = self.accumulation_steps
         if steps > 1 and "own count" not in self._warned and n_gradients:
@@ -596,15 +632,13 @@ class FusedAccumulator(Optimizer):
                     "condition: call step() after every backward, the wrapper counts by itself",
                 )
         if "clipped" not in self._warned:
-            for slot in slots[: len(self._slots)]:
-                if self._arrivals.changed_in_place(slot.param):
-                    self._warn(
-                        "clipped",
-                        "a pending gradient was changed in place after backward. If that was a clip, it "
-                        "clipped this micro-batch only, not the window: pass max_norm= to "
-                        "FusedAccumulator, or call fastaccum.clip_grad_norm_(optimizer, max_norm)",
-                    )
-                    break
+            if self._arrivals.changed_in_place():
+                self._warn(
+                    "clipped",
+                    "a pending gradient was changed in place after backward. If that was a clip, it "
+                    "clipped this micro-batch only, not the window: pass max_norm= to "
+                    "FusedAccumulator, or call fastaccum.clip_grad_norm_(optimizer, max_norm)",
+                )
 
     def _warn(self, key: str, message: str) -> None:
         self._warned.add(key)
@@ -646,6 +680,10 @@ class FusedAccumulator(Optimizer):
     # ---------------------------------------------------------------------------------------- window
 
     def _close_window(self) -> None:
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
+            self._finish_window()
+
+    def _finish_window(self) -> None:
         window, options = self._window, self._options
         if window.empty or not window.total > 0.0:
             self._norm.zero_()
@@ -885,8 +923,10 @@ class FusedAccumulator(Optimizer):
         checkpoint.check_groups(state_dict, self.param_groups)
         if entry is not None:
             checkpoint.check_window(entry, self._params, self.accumulation_steps)
+        # torch's load_state_dict takes tensors over where no conversion is needed: copy them first.
+        state_dict["state"] = copy.deepcopy(state_dict["state"])
         self._inner.load_state_dict(state_dict)
-        self.discard()
+        self._drop_window()
         self._replace_slots(self._all_params())
         if entry is not None:
             self.load_window_state_dict(entry)
@@ -916,7 +956,7 @@ class FusedAccumulator(Optimizer):
         """
         self._sync_slots()
         checkpoint.check_window(entry, self._params, self.accumulation_steps)
-        self.discard()
+        self._drop_window()
         self._lay_out_if_changed()
         self._window.restore(entry["kept"], dict(entry["gradients"]), self._norm.device)
         self._window.kept_weight = float(entry["kept_weight"])

@@ -50,7 +50,7 @@ class Arrivals:
             hook: called with each parameter whose gradient arrived, instead of noting it.
         """
         self.noted: list[Tensor] = []
-        self._versions: dict[int, tuple[Any, int]] = {}
+        self._versions: dict[int, tuple[Any, Any, int]] = {}
         self._hook = hook
         self._owner = weakref.ref(owner)
         self._handles: dict[int, tuple[Any, Any]] = {}
@@ -93,14 +93,18 @@ class Arrivals:
 
         def note(param: Tensor) -> None:
             noted.append(param)
-            versions[id(param)] = (weakref.ref(param.grad), param.grad._version)  # type: ignore[union-attr]
+            grad = param.grad
+            versions[id(param)] = (weakref.ref(param), weakref.ref(grad), grad._version)  # type: ignore
 
         return note
 
-    def changed_in_place(self, param: Tensor) -> bool:
+    def changed_in_place(self) -> bool:
         """Whether a watched gradient that still lies in ``.grad`` was written after it arrived."""
-        grad, seen = param.grad, self._versions.get(id(param))
-        return seen is not None and grad is not None and seen[0]() is grad and grad._version != seen[1]
+        for parameter, gradient, version in self._versions.values():
+            param, grad = parameter(), gradient()
+            if param is not None and grad is not None and param.grad is grad and grad._version != version:
+                return True
+        return False
 
     def backward_calls(self, n_gradients: int) -> int:
         """How many backward calls filled the pending micro-batch, if each reached every parameter."""

@@ -1,8 +1,8 @@
 """Which implementation runs on which device, and why the others do not.
 
 A backend is a set of functions named like the ops (:data:`fastaccum.ops.NAMES`), called without the
-public functions' checks: the accumulator builds its arguments itself. ``backends()`` (this module is
-callable through :func:`explain`) and ``python -m fastaccum doctor`` show the choice.
+public functions' checks: the accumulator builds its arguments itself. ``fastaccum.backends()`` (calling
+the module is calling :func:`explain`) and ``python -m fastaccum doctor`` show the choice.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,3 +121,11 @@ def _register() -> None:
 
 
 _register()
+
+
+class _Callable(ModuleType):
+    def __call__(self, device: torch.device | str | None = None) -> dict[str, dict[str, list[str]]]:
+        return explain(device)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -59,6 +59,10 @@ class FusedRule:
         self.steps = torch.zeros(len(slots), device=slots[0].param.device if slots else None)
         self._seen = []
 
+    def make_state(self, slots: Sequence[Slot]) -> None:
+        """Creates the state of parameters without a step, as if they were about to be updated."""
+        self._states(slots)
+
     def hyper(self, max_value: float | None, norm_group_of: Sequence[int]) -> Tensor:
         """The table of the groups' options, made again only when one of them changed."""
         limit = math.inf if max_value is None else max_value
@@ -228,6 +232,10 @@ class GenericRule:
     def resize(self, slots: Sequence[Slot]) -> None:
         """Takes a new list of slots over."""
         self._slots = slots
+
+    def make_state(self, slots: Sequence[Slot]) -> None:
+        """Creates state by a step on the gradients in ``.grad`` (zeros, with lr 0)."""
+        original_step(self.optimizer)()
 
     def update(
         self,
