@@ -238,7 +238,7 @@ void advance_(const Tensor& steps, const Tensor& scalars, const Tensor& index, c
   for (std::int64_t i = 0; i < n; ++i)
     STD_TORCH_CHECK(k[i] >= 0 && k[i] < steps.numel(), "fastaccum: index[", i, "] is beyond steps");
   cpu::advance({k, table<std::int64_t>(group, "group", n), n, hyper_rows(hyper, group, n),
-                *table<std::int32_t>(skip, "skip", 1), table<float>(steps, "steps", 1),
+                *table<std::int32_t>(skip, "skip", 1), table<float>(steps, "steps", 0),
                 table<double>(scalars, "scalars", n * kScalarColumns)});
 }
 

@@ -850,6 +850,7 @@ class FusedAccumulator(Optimizer):
             self._lay_out_if_changed()
 
     def _replace_slots(self, listed: list[Tensor]) -> None:
+        self._add_taken()  # what has arrived is numbered by the old slots
         found = unique_params(self.param_groups)
         for param, group in found:
             _check_param(param, group)
@@ -867,6 +868,7 @@ class FusedAccumulator(Optimizer):
         own_limits = _group_max_norms(self.param_groups)
         key = (
             [p.dtype for p in self._params],
+            [p.numel() for p in self._params],
             [p.is_contiguous() or p.stride() for p in self._params],
             [limit is not None for limit in own_limits],
         )

@@ -70,6 +70,9 @@ std::atomic<const Kernels*>& current() {
 // takes fewer. Which thread takes a chunk cannot change a bit of the result.
 constexpr std::int64_t kBatch = 16;  // 131 072 elements
 
+// Buffers of at least this size are written around the caches where nothing was there before.
+constexpr std::int64_t kStreamBytes = std::int64_t{32} << 20;
+
 template <typename Args>
 struct Job {
   const Args& args;
@@ -147,7 +150,13 @@ bool set_isa(const char* name) {
   return level != nullptr;
 }
 
-void gather(const GatherArgs& args, ParallelFor pool) { run(args, current().load()->gather, pool); }
+void gather(const GatherArgs& args, ParallelFor pool) {
+  GatherArgs chosen = args;
+  // Only a buffer that starts on a vector and does not fit the last cache anyway.
+  chosen.stream = args.n_chunks * kChunk * size_of(args.buffer_dtype) >= kStreamBytes &&
+                  reinterpret_cast<std::uintptr_t>(args.buffer) % 64 == 0;
+  run(chosen, current().load()->gather, pool);
+}
 void norm(const NormArgs& args, ParallelFor pool) { run(args, current().load()->norm, pool); }
 void scale(const ScaleArgs& args, ParallelFor pool) { run(args, current().load()->scale, pool); }
 void adam(const UpdateArgs& args, ParallelFor pool) { run(args, current().load()->adam, pool); }

@@ -51,6 +51,7 @@ struct GatherArgs {
   double* partials;  // [n_chunks] or null
   double* nonfinite;  // [n_chunks] or null
   NormSpec spec;
+  bool stream = false;  // set by gather(): write whole new strands around the caches
 };
 
 struct NormSegment {

@@ -5,7 +5,7 @@
 // No std:: templates with out-of-line bodies here: a function compiled with AVX-512 must never be the
 // copy that the linker keeps for everyone.
 #include <cstring>
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -107,6 +107,35 @@ inline void write_strand(const real* values, void* target, DType dtype, int n) {
     case DType::kFloat16: narrow_strand(values, static_cast<float16*>(target), n); break;
     case DType::kFloat64: narrow_strand(values, static_cast<double*>(target), n); break;
   }
+}
+
+// Writes a full strand around the caches. A plain store first reads the line that it is about to
+// overwrite: 4 bytes per float that a buffer larger than the caches pays for nothing.
+inline void stream_strand(const void* values, void* target, std::int64_t bytes) {
+#if defined(__x86_64__)
+  const char* from = static_cast<const char*>(values);
+  char* to = static_cast<char*>(target);
+  for (std::int64_t i = 0; i < bytes; i += FASTACCUM_VECTOR_BYTES) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+#elif defined(__AVX2__)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+  }
+#else
+  std::memcpy(target, values, static_cast<std::size_t>(bytes));
+#endif
+}
+
+// Streamed stores are weakly ordered: other threads may look only after this.
+inline void end_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 //------------------------------------------------------------------------------------- strand sums
@@ -256,7 +285,9 @@ inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64
     if (s.fresh != nullptr)
       fresh = read_strand<real>(element(s.fresh, s.fresh_dtype, from), s.fresh_dtype, fresh_scratch, n);
     void* target = element(args.buffer, args.buffer_dtype, s.at.offset + from);
-    real* acc = args.buffer_dtype == Native<real>::dtype ? static_cast<real*>(target) : acc_scratch;
+    const bool native = args.buffer_dtype == Native<real>::dtype;
+    const bool stream = args.stream && native && !s.present && n == kStrand;
+    real* acc = native && !stream ? static_cast<real*>(target) : acc_scratch;
     if (s.present) {
       if (acc == acc_scratch) open_strand<real>(target, args.buffer_dtype, acc_scratch, n);
       if (fresh != nullptr) {
@@ -279,7 +310,9 @@ inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64
     } else {
       return;  // no gradient in this window: whatever the buffer holds does not count
     }
-    if (fresh != nullptr || !s.present) {
+    if (stream) {
+      stream_strand(acc, target, kStrand * static_cast<std::int64_t>(sizeof(real)));
+    } else if (fresh != nullptr || !s.present) {
       write_strand(acc, target, args.buffer_dtype, n);
       // The norm is that of what was stored, so a narrow buffer's rounding is in it.
       if (acc == acc_scratch && args.partials != nullptr)
@@ -291,6 +324,7 @@ inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64
     if (args.partials != nullptr) sum.store(chunk, args.partials, args.nonfinite, args.spec.norm);
     sum = ChunkSum{};
   });
+  if (args.stream) end_stream();
 }
 
 void gather(const GatherArgs& args, std::int64_t begin, std::int64_t end) {
