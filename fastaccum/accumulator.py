@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import arguments, backends, checkpoint
 from fastaccum.arrivals import Arrivals, graph_task
@@ -28,6 +30,11 @@ from fastaccum.window import Entry, Window, own
 # take="backward" adds gradients when this many bytes have arrived: well inside a CPU's last cache,
 # where what backward has just written is still warm, and large enough to hide a call's 20 us.
 BUCKET_BYTES = 4 << 20
+
+_GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
+    "pre": torch_optimizer._global_optimizer_pre_hooks,
+    "post": torch_optimizer._global_optimizer_post_hooks,
+}
 
 # step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
 _NOT_GIVEN: Any = object()
@@ -158,6 +165,7 @@ class FusedAccumulator(Optimizer):
         self._inner = optimizer
         self._rule = rule_for(optimizer)
         self._window = Window()
+        self._backends: dict[torch.device, Any] = {}
         self._slots: list[Slot] = []
         self._params: list[Tensor] = []
         self._listed: list[Tensor] = []  # the groups' lists as they were, duplicates included
@@ -165,6 +173,8 @@ class FusedAccumulator(Optimizer):
         self._plan_key: tuple[Any, ...] = ()
         self._norm_group_of: list[int] = []
         self._spans = torch.zeros(0, 3, dtype=torch.int64)
+        self._limits_key: list[float] = []
+        self._limits_table = torch.zeros(0, dtype=torch.float64)
         self._micro_step = 0
         self._updated = False
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
@@ -357,6 +367,11 @@ class FusedAccumulator(Optimizer):
         before = self._pending_weight
         if given is not None:
             self._agree(given)
+            if given[0] == "weight" and before is None and (self._added_pending or self._taken):
+                raise ValueError(
+                    "backward(weight=) comes too late with take='backward': gradients of this micro-batch "
+                    "were added without it. Give every backward call of a micro-batch the same weight"
+                )
             self._pending_weight = given
         try:
             loss.backward(**kwargs)
@@ -425,8 +440,13 @@ class FusedAccumulator(Optimizer):
 
         Returns:
             Whether there was a window to close.
+
+        Raises:
+            RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
+                earlier micro-batches; or ``nonfinite="error"`` and the window's gradient is not finite.
         """
         self._check_usable()
+        self._check_not_added("flush() cannot leave the pending micro-batch out")
         self._updated = False
         if self._micro_step == 0:
             return False
@@ -595,7 +615,9 @@ class FusedAccumulator(Optimizer):
         device = entries[0][1].device if entries else self._norm.device
         if device != self._norm.device:
             self._move_outputs(device)
-        return backends.load(backends.choose(self._options["backend"], device))
+        if device not in self._backends:
+            self._backends[device] = backends.load(backends.choose(self._options["backend"], device))
+        return self._backends[device]
 
     def _move_outputs(self, device: torch.device) -> None:
         """The model was moved after wrapping: counters follow."""
@@ -680,7 +702,9 @@ class FusedAccumulator(Optimizer):
     # ---------------------------------------------------------------------------------------- window
 
     def _close_window(self) -> None:
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
+        if not profiler._is_profiler_enabled:  # an idle record_function costs as much as the norm
+            return self._finish_window()
+        with profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
             self._finish_window()
 
     def _finish_window(self) -> None:
@@ -736,7 +760,10 @@ class FusedAccumulator(Optimizer):
         shared = self._clip_once if self._clip_once is not None else self._options["max_norm"]
         own_limits = [v for v in _group_max_norms(self.param_groups) if v is not None]
         values = [math.inf if shared is None else shared, *own_limits]
-        return torch.tensor(values, dtype=torch.float64)
+        if values != self._limits_key:
+            self._limits_key = values
+            self._limits_table = torch.tensor(values, dtype=torch.float64)
+        return self._limits_table
 
     def _norm_report(self) -> None:
         raise RuntimeError(
@@ -760,12 +787,10 @@ class FusedAccumulator(Optimizer):
 
     def _run_hooks(self, when: str) -> None:
         """Hooks of the wrapper, the inner optimizer and the global ones, each once per closed window."""
-        from torch.optim import optimizer as torch_optimizer
-
         attribute = f"_optimizer_step_{when}_hooks"
         own_hooks = getattr(self, attribute).values()
         inner_hooks = getattr(self._inner, attribute).values()
-        global_hooks = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()
+        global_hooks = _GLOBAL_HOOKS[when].values()
         for owner, hooks in ((self, own_hooks), (self._inner, inner_hooks), (self._inner, global_hooks)):
             for hook in list(hooks):
                 result = hook(owner, (), {})
@@ -828,6 +853,13 @@ class FusedAccumulator(Optimizer):
             self._sync_slots()
             number = self._number_of.get(id(param))
         return None if number is None else self._slots[number]
+
+    def _check_not_added(self, what: str) -> None:
+        if self._micro_step and (self._added_pending or self._taken):
+            raise RuntimeError(
+                f"{what}: with take='backward' its gradients were already added to earlier ones. Call "
+                "step() first, discard() the window, or use take='step'"
+            )
 
     def _check_usable(self) -> None:
         if self._backward_tasks and graph_task() == -1:
@@ -936,8 +968,16 @@ class FusedAccumulator(Optimizer):
             hook(self)
 
     def window_state_dict(self) -> dict[str, Any]:
-        """The open window and the counters: what ``state_dict()["fastaccum"]`` holds."""
-        kept, sums = self._window.export()
+        """The open window and the counters: what ``state_dict()["fastaccum"]`` holds.
+
+        A pending micro-batch (a backward without a ``step()``) is not part of it.
+
+        Raises:
+            RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
+                earlier micro-batches.
+        """
+        self._check_not_added("the open window cannot be saved without the pending micro-batch")
+        kept, sums = (False, {}) if self._added_pending else self._window.export()
         return {
             "version": checkpoint.VERSION,
             "accumulation_steps": self.accumulation_steps,

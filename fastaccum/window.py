@@ -48,6 +48,7 @@ class Window:
         self.kept_weight = 1.0
         self.total = 0.0
         self.has_partials = False  # the last add has summed the norm
+        self._in_buffers = False  # some buffer's `present` has a 1
 
     # ------------------------------------------------------------------------------------ layout
 
@@ -62,7 +63,7 @@ class Window:
             slot.number: (i, k) for i, plan in enumerate(plans) for k, slot in enumerate(plan.slots)
         }
         self.buffers = []
-        self.has_partials = False
+        self.has_partials = self._in_buffers = False
         self.kept = {
             slot.number: kept[id(slot.param)] for plan in plans for slot in plan.slots if id(slot.param) in kept
         }
@@ -73,6 +74,7 @@ class Window:
                     if id(slot.param) in held:
                         buffer.views[k].copy_(held[id(slot.param)])
                         buffer.present[k] = 1
+                        self._in_buffers = True
 
     def _allocate(self, device: torch.device) -> None:
         self.buffers = [FlatBuffer(plan, device) for plan in self.plans]
@@ -93,7 +95,7 @@ class Window:
     @property
     def empty(self) -> bool:
         """No gradient is held."""
-        return not self.kept and not any(bool(b.present.any()) for b in self.buffers)
+        return not self.kept and not self._in_buffers
 
     def add(
         self,
@@ -139,6 +141,7 @@ class Window:
                 norm_type,
             )
         self.kept = {}
+        self._in_buffers = True
         self.has_partials = partials
 
     def _by_plan(self, entries: Sequence[Entry]) -> list[tuple[list[Tensor], Tensor]]:
@@ -171,8 +174,8 @@ class Window:
                 if grads:
                     result.append((plan, index.tolist(), grads, index))
             return result
-        for buffer in self.buffers:
-            places = buffer.present.nonzero().flatten().tolist()
+        for buffer in self.buffers if self._in_buffers else ():
+            places = [k for k, here in enumerate(buffer.present.tolist()) if here]
             if places:
                 grads = buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
                 result.append((buffer.plan, places, grads, buffer.plan.index(places)))
@@ -210,8 +213,10 @@ class Window:
         self.kept_weight = 1.0
         self.total = 0.0
         self.has_partials = False
-        for buffer in self.buffers:
-            buffer.present.zero_()
+        if self._in_buffers:
+            self._in_buffers = False
+            for buffer in self.buffers:
+                buffer.present.zero_()
 
     # ------------------------------------------------------------------------------------- state
 
@@ -233,6 +238,7 @@ class Window:
                 slot = self._slot(number)
                 slot.shaped(self.buffers[plan].views[k]).copy_(total)
                 self.buffers[plan].present[k] = 1
+            self._in_buffers = True
 
     def memory(self) -> dict[str, int]:
         """Bytes held: the flat buffers, gradients kept as they came, the norm's partials."""
@@ -251,8 +257,12 @@ def _scalar(value: float) -> Tensor:
 
 
 def _references(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    # A sparse gradient has no storage of its own, and becomes a dense copy anyway.
     return [
-        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)) for grad in grads
+        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+        if grad.layout == torch.strided
+        else (0, 0)
+        for grad in grads
     ]
 
 
