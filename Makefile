@@ -45,12 +45,12 @@ lint: $(LINT_STAMP)
 	$(BIN)/ruff format --check .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 
-# The instrumented build and a copy of the tests lie in a folder of their own: the source tree
+# The instrumented build, the tests and the benchmarks lie in a folder of their own: the source tree
 # keeps its fast libraries, and cannot be imported by mistake. The sanitizers' run-time libraries
 # must be the first in the process, and Python itself leaks by design.
 SANITIZED := build/sanitized
 sanitize: $(STAMP)
-	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r tests pyproject.toml $(SANITIZED)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r tests benchmarks pyproject.toml $(SANITIZED)
 	FASTACCUM_NATIVE=1 FASTACCUM_SANITIZE=address,undefined \
 	  $(PIP) install --no-build-isolation --no-deps --target $(SANITIZED) .
 	cd $(SANITIZED) && \

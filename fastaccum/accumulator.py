@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import arguments, backends, checkpoint
 from fastaccum.arrivals import Arrivals, graph_task
+from fastaccum.clip import largest
 from fastaccum.slots import Slot, accumulation_dtype, make_plans, unique_params
 from fastaccum.updates import rule_for
 from fastaccum.window import Entry, Window, own
@@ -155,7 +156,7 @@ class FusedAccumulator(Optimizer):
             raise ValueError(
                 f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
             )
-        _group_max_norms(optimizer.param_groups)
+        _check_limits(optimizer.param_groups, options["max_value"])
         backends.choose(backend, _device_of(optimizer.param_groups))
         self._start(optimizer, options)
 
@@ -258,7 +259,8 @@ class FusedAccumulator(Optimizer):
         self._inner.add_param_group(param_group)
         try:
             _check_group(groups[-1], before)
-            _group_max_norms(groups)
+            _check_limits(groups, self._options["max_value"])
+            _device_of(groups)
             self._arrivals.check([p for p in groups[-1]["params"]])
             self._sync_slots()
         except BaseException:
@@ -328,7 +330,8 @@ class FusedAccumulator(Optimizer):
         self._sync_slots()
         for slot in self._slots:
             if slot.param is param:
-                return self._window.gradient(slot, self._divide_by())
+                pending = (self._pending_weight or ("plain", 1.0))[1] if self._added_pending else 0.0
+                return self._window.gradient(slot, self._divide_by(pending))
         raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
 
     def memory(self) -> dict[str, int]:
@@ -373,6 +376,8 @@ class FusedAccumulator(Optimizer):
                     "were added without it. Give every backward call of a micro-batch the same weight"
                 )
             self._pending_weight = given
+        elif before is not None:
+            self._agree(("plain", 1.0))
         try:
             loss.backward(**kwargs)
         except BaseException:
@@ -452,6 +457,7 @@ class FusedAccumulator(Optimizer):
             return False
         with torch.no_grad():
             self._sync_slots()
+            self._lay_out_if_changed()
             self._run_hooks("pre")
             self._close_window()
         return True
@@ -460,16 +466,14 @@ class FusedAccumulator(Optimizer):
         """Drops the open window, its pending micro-batch included; parameters stay as they are."""
         for slot in self._slots:
             slot.param.grad = None
-        self._arrivals.clear()
+        self._drop_pending()
         self._drop_window()
 
     def _drop_window(self) -> None:
-        """Forgets the window and what take="backward" has taken; ``.grad`` stays."""
+        """Forgets the window; what is pending in ``.grad`` stays, with its weight."""
         self._backward_tasks.clear()
-        self._pending_weight = None
-        self._taken = []
-        self._taken_bytes = 0
-        self._added_pending = False
+        if self._options["take"] == "backward":
+            self._drop_pending()
         self._reset_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -491,7 +495,8 @@ class FusedAccumulator(Optimizer):
                     "were already added to earlier ones. Call discard() to drop the whole window, or use "
                     "take='step'"
                 )
-            self._reset_window()
+            self._window.reset()
+            self._weight_kind = None
         with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
             for param in self._all_params():
                 if param.grad is None:
@@ -547,6 +552,8 @@ class FusedAccumulator(Optimizer):
                 )
             self._agree(given)
         self._sync_slots()
+        if 0 < self._micro_step == self.accumulation_steps - 1:
+            self._lay_out_if_changed()  # the update needs the parameters as they lie now
         entries, kind, items = self._pending_entries(given)
         closing = self._micro_step + 1 == self.accumulation_steps
         if closing:
@@ -577,8 +584,8 @@ class FusedAccumulator(Optimizer):
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
         if items == 0.0:
             return [], kind, 0.0
-        keep = self._may_keep() and self._micro_step + 1 < self.accumulation_steps
-        if keep:
+        stays = self._micro_step + 1 < self.accumulation_steps or self._options["nonfinite"] == "error"
+        if stays and self._may_keep():
             own(grads)  # type: ignore[arg-type]
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
@@ -643,8 +650,8 @@ class FusedAccumulator(Optimizer):
     def _watch_for_misuse(self, n_gradients: int) -> None:
         """Warns once about a loop that still counts by itself, and about a foreign clip."""
         steps = self.accumulation_steps
-        if steps > 1 and "own count" not in self._warned and n_gradients:
-            same = self._arrivals.backward_calls(n_gradients) == steps
+        if steps > 1 and "own count" not in self._warned and (n_gradients or self._added_pending):
+            same = self._arrivals.repeated(steps)
             self._same_backward_calls = self._same_backward_calls + 1 if same else 0
             if self._same_backward_calls >= 2:
                 self._warn(
@@ -693,11 +700,11 @@ class FusedAccumulator(Optimizer):
                 f"earlier ones have {words[self._weight_kind]}. flush() or discard() the window first"
             )
 
-    def _divide_by(self) -> float:
-        """What the window's sum is divided by."""
+    def _divide_by(self, pending: float = 0.0) -> float:
+        """What the window's sum is divided by; ``pending`` is weight that was added but not closed."""
         if self._options["reduction"] == "sum":
             return 1.0
-        return self._window.total or 1.0
+        return self._window.total + pending or 1.0
 
     # ---------------------------------------------------------------------------------------- window
 
@@ -735,7 +742,7 @@ class FusedAccumulator(Optimizer):
             # |x / max|^p cannot overflow: the largest magnitude first.
             window.has_partials = False
             window.sum_norm(backend, math.inf)
-            scale = window.partials[0].max() if window.partials.numel() else None
+            scale = largest(window.partials[0]) if window.partials.numel() else None
             window.has_partials = False
         window.sum_norm(backend, norm_type, scale)
         self._total.fill_(window.total)
@@ -814,9 +821,11 @@ class FusedAccumulator(Optimizer):
                     wrapper._end_backward(task)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._sync_slots()
         slot = self._slot_of(param)
         if slot is None or param.grad is None:
             return
+        self._arrivals.noted.append(param)
         with torch.no_grad():
             grad = _dense(slot, param.grad)
             param.grad = None
@@ -907,6 +916,12 @@ class FusedAccumulator(Optimizer):
         if key == self._plan_key:
             return
         if self._plan_key:  # the same parameters in another guise: dtype or memory format
+            self._add_taken()
+            if key[1] != self._plan_key[1] and not self._window.empty:
+                raise RuntimeError(
+                    "a parameter changed its number of elements inside an open window, whose gradient "
+                    "no longer fits: flush() or discard() before resizing it"
+                )
             self._slots = [Slot(s.param, s.number, s.group) for s in self._slots]
             self._rule.resize(self._slots)
         numbers, count = [], 0
@@ -947,6 +962,8 @@ class FusedAccumulator(Optimizer):
         Raises:
             ValueError: it does not fit these parameters; nothing has changed then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -976,6 +993,7 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches.
         """
+        self._check_usable()
         self._check_not_added("the open window cannot be saved without the pending micro-batch")
         kept, sums = (False, {}) if self._added_pending else self._window.export()
         return {
@@ -1095,6 +1113,15 @@ def _device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
             "parameters an optimizer and a FusedAccumulator of their own"
         )
     return devices.pop() if devices else torch.device("cpu")
+
+
+def _check_limits(groups: Sequence[dict[str, Any]], max_value: float | None) -> None:
+    limits = _group_max_norms(groups)
+    if max_value is not None and any(limit is not None for limit in limits):
+        raise ValueError(
+            f"a parameter group has its own max_norm ({limits}), and max_value={max_value}: they exclude each "
+            "other, clip by norm or by value"
+        )
 
 
 def _group_max_norms(groups: Sequence[dict[str, Any]]) -> list[float | None]:

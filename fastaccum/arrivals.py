@@ -106,9 +106,10 @@ class Arrivals:
                 return True
         return False
 
-    def backward_calls(self, n_gradients: int) -> int:
-        """How many backward calls filled the pending micro-batch, if each reached every parameter."""
-        return len(self.noted) // n_gradients if n_gradients and len(self.noted) % n_gradients == 0 else 0
+    def repeated(self, times: int) -> bool:
+        """Whether the pending micro-batch seems to be that many backward calls over the same parameters."""
+        n, rest = divmod(len(self.noted), times)
+        return n > 0 and rest == 0 and all(self.noted[0] is again for again in self.noted[::n])
 
     def clear(self) -> None:
         """Forgets what was noted."""

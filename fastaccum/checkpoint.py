@@ -8,7 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fastaccum import arguments
+
 VERSION = 1
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+# What an optimizer cannot make up for itself when it loads a group without it.
+_OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening"}
 _FIELDS = {
     "version", "accumulation_steps", "micro_step", "weight_kind", "total_weight", "kept", "kept_weight",
     "gradients", "skipped",
@@ -39,16 +44,35 @@ def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -
             f"the state_dict has parameter groups of {saved} parameters, this optimizer has {here}: "
             "build the same groups before loading"
         )
+    for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        lacking = sorted((_OPTIONS & group.keys()) - saved_group.keys())
+        if lacking:
+            raise ValueError(
+                f"parameter group {number} of the state_dict has no {', '.join(lacking)}: it was saved from "
+                "another kind of optimizer"
+            )
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    params = [param for group in groups for param in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
-        for key, value in state_dict["state"].get(number, {}).items():
-            if key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer") and value is not None:
-                if value.shape != param.shape:
-                    raise ValueError(
-                        f"the state_dict's {key} of parameter {number} has shape {list(value.shape)}, the "
-                        f"parameter has {list(param.shape)}: it was saved from another model"
-                    )
+    params = [(param, group) for group in groups for param in group["params"]]
+    for number, (param, group) in zip(numbers, params, strict=True):
+        entry = state_dict["state"].get(number, {})
+        if entry and {"betas", "amsgrad"} <= group.keys():  # Adam and AdamW
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if key not in entry:
+                    raise ValueError(f"the state_dict's state of parameter {number} has no {key} (truncated?)")
+        for key, value in entry.items():
+            if key in _MOMENTS and value is not None:
+                _check_tensor(value, param, f"{key} of parameter {number}")
+
+
+def _check_tensor(value: Any, param: Tensor, what: str) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the checkpoint's {what} must be a floating-point tensor, got {kind}")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"the checkpoint's {what} has shape {list(value.shape)}, the parameter has "
+            f"{list(param.shape)}: it was saved from another model"
+        )
 
 
 def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) -> None:
@@ -61,8 +85,21 @@ def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) 
             f"the 'fastaccum' entry has format version {entry['version']}, this fastaccum reads up to {VERSION}: "
             "load it with a newer fastaccum"
         )
+    for key in ("accumulation_steps", "micro_step"):
+        if not isinstance(entry[key], int) or entry[key] < 0:
+            raise ValueError(f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be an int of at least 0")
+    for key in ("total_weight", "kept_weight"):
+        if not arguments.is_number(entry[key]) or not 0.0 <= entry[key] < math.inf:
+            raise ValueError(f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be finite and at least 0")
+    if entry["weight_kind"] not in (None, "plain", "weight", "count"):
+        raise ValueError(f"the 'fastaccum' entry has an unknown weight_kind={entry['weight_kind']!r}")
+    if not isinstance(entry["skipped"], Tensor) or entry["skipped"].numel() != 1:
+        raise ValueError(f"the 'fastaccum' entry has skipped={entry['skipped']!r}, it must be a 0-d tensor")
+    if not isinstance(entry["gradients"], dict):
+        raise ValueError("the 'fastaccum' entry's gradients must be a dict of tensors by parameter number")
     held = entry["micro_step"]
-    if held and held >= accumulation_steps:
+    # A full window is one that could not be closed (nonfinite="error").
+    if held > accumulation_steps:
         raise ValueError(
             f"the checkpoint holds {held} micro-batches of an open window, this optimizer updates on every "
             f"{accumulation_steps}: set accumulation_steps={entry['accumulation_steps']} to load it"
@@ -72,13 +109,7 @@ def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) 
             f"the checkpoint's open window has accumulation_steps={entry['accumulation_steps']}, this "
             f"optimizer has {accumulation_steps}: set it to load the window"
         )
-    if not (0.0 <= entry["total_weight"] < math.inf):
-        raise ValueError(f"the checkpoint's total weight is {entry['total_weight']}")
     for number, grad in entry["gradients"].items():
-        if not 0 <= number < len(params):
+        if not isinstance(number, int) or not 0 <= number < len(params):
             raise ValueError(f"the checkpoint's open window has parameter {number}, there are {len(params)}")
-        if grad.shape != params[number].shape:
-            raise ValueError(
-                f"the checkpoint's gradient of parameter {number} has shape {list(grad.shape)}, the parameter "
-                f"has {list(params[number].shape)}: it was saved from another model"
-            )
+        _check_tensor(grad, params[number], f"gradient of parameter {number}")

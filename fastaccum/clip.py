@@ -118,6 +118,12 @@ def _permuted(tensor: Tensor) -> Tensor:
     return tensor.permute(order) if tensor.permute(order).is_contiguous() else tensor.contiguous()
 
 
+def largest(maxima: Tensor) -> Tensor:
+    """What to divide by before taking powers; 1 where an inf would make inf / inf of itself."""
+    scale = maxima.max()
+    return torch.where(scale == math.inf, torch.ones_like(scale), scale)
+
+
 def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
     backend = backends.load(backends.choose("auto", device))
@@ -127,7 +133,7 @@ def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tup
     scale = None
     if norm_type not in (1.0, 2.0, math.inf):
         backend.norm_(partials, segments, tensors, index, math.inf, None)
-        scale = partials[0].max() if layout.n_chunks else torch.ones((), **f64)
+        scale = largest(partials[0]) if layout.n_chunks else torch.ones((), **f64)
     backend.norm_(partials, segments, tensors, index, norm_type, scale)
     norm = torch.empty((), dtype=torch.float32, device=device)
     norms, factor = torch.empty(1, **f64), torch.empty(1, **f64)

@@ -43,6 +43,13 @@ class Slot:
         copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
         return copy.copy_(tensor)
 
+    def empty(self) -> Tensor:
+        """An uninitialised tensor like the parameter, in this slot's memory order."""
+        if self.dense:
+            return torch.empty_like(self.param, memory_format=torch.preserve_format)
+        # With gaps, preserve_format would keep the order of the strides, not the row-major one.
+        return torch.empty_like(self.param, memory_format=torch.contiguous_format)
+
     def shaped(self, flat: Tensor) -> Tensor:
         """A flat stretch of a buffer in the parameter's shape."""
         if self.contiguous or not self.dense:

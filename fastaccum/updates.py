@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import ops
 from fastaccum.slots import Plan, Slot
@@ -151,7 +153,7 @@ class AdamRule(FusedRule):
             # A list has one tensor per parameter; where amsgrad is off it is not looked at.
             for slot, entry in zip(slots, entries, strict=True):
                 if groups[slot.group]["amsgrad"] and "max_exp_avg_sq" not in entry:
-                    entry["max_exp_avg_sq"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+                    entry["max_exp_avg_sq"] = slot.empty().zero_()
             lists.append([e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries])
         return self._stored(slots, entries, self._checked(slots, lists))
 
@@ -159,8 +161,8 @@ class AdamRule(FusedRule):
         """Makes a parameter's state, or takes over one that was loaded or set by hand."""
         view = self._step_views[slot.number]
         if "exp_avg" not in entry:
-            entry["exp_avg"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
-            entry["exp_avg_sq"] = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+            entry["exp_avg"] = slot.empty().zero_()
+            entry["exp_avg_sq"] = slot.empty().zero_()
         view.fill_(float(entry.get("step", 0.0)))
         # Order of keys as stock makes them.
         rest = {key: value for key, value in entry.items() if key != "step"}
@@ -187,6 +189,11 @@ class AdamRule(FusedRule):
 class SgdRule(FusedRule):
     """SGD with momentum, dampening, nesterov, weight decay and maximize."""
 
+    def resize(self, slots: Sequence[Slot]) -> None:
+        """See the base class."""
+        super().resize(slots)
+        self._known: dict[int, Tensor] = {}  # momentum buffers whose counter is right
+
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
         flags = MAXIMIZE * bool(group["maximize"]) + NESTEROV * bool(group["nesterov"])
         return (
@@ -206,16 +213,17 @@ class SgdRule(FusedRule):
             buffer = entry.get("momentum_buffer")
             if buffer is None:
                 # The first step makes the buffer the gradient; the counter tells the kernel.
-                buffer = torch.zeros_like(slot.param, memory_format=torch.preserve_format)
+                buffer = slot.empty().zero_()
                 entry["momentum_buffer"] = buffer
                 self.steps[slot.number] = 0.0
-            elif self.steps[slot.number] < 1.0:
-                self.steps[slot.number] = 1.0  # a loaded buffer is not a first step
+            elif self._known.get(slot.number) is not buffer:
+                self.steps[slot.number].clamp_(min=1.0)  # a loaded buffer is not a first step
             buffers.append(buffer)
         (checked,) = self._checked(slots, [buffers])
         for slot, tensor in zip(slots, checked, strict=True):
             if groups[slot.group]["momentum"]:
                 state[slot.param]["momentum_buffer"] = tensor
+                self._known[slot.number] = tensor
         return [checked]
 
     def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
@@ -256,7 +264,9 @@ class GenericRule:
                 param.grad = None
             for plan, places, grads, _ in finished:
                 slots = [plan.slots[k] for k in places]
-                out = [torch.empty_like(s.param, memory_format=torch.preserve_format) for s in slots]
+                # float32 for a 16-bit parameter whose grad_dtype says so
+                dtypes = [getattr(s.param, "grad_dtype", None) or s.param.dtype for s in slots]
+                out = [s.empty().to(dtype) for s, dtype in zip(slots, dtypes, strict=True)]
                 which = torch.tensor([norm_group_of[s.group] for s in slots], dtype=torch.int64)
                 limit = math.inf if max_value is None else max_value
                 backend.scale_into_(out, grads, factor, which, limit)
@@ -270,9 +280,33 @@ class GenericRule:
                 param.grad = grad
 
 
+@contextlib.contextmanager
+def _silenced(optimizer: Optimizer) -> Iterator[None]:
+    """Holds step hooks back: the accumulator fires them, and a step that calls super()'s would again."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    held = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
+        yield
+    finally:
+        for h, mine in zip(hooks, held, strict=True):
+            h.update(mine)
+
+
 def original_step(optimizer: Optimizer) -> Callable[[], Any]:
     """The optimizer's ``step`` without torch's hook wrapper: the accumulator fires the hooks itself."""
     function = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__  # type: ignore[attr-defined]
-    return function.__get__(optimizer)
+
+    def step() -> Any:
+        with _silenced(optimizer):
+            return function(optimizer)
+
+    return step

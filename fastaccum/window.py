@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from operator import gt
 from types import SimpleNamespace
 
 import torch
@@ -56,7 +57,7 @@ class Window:
         """Takes new plans over; gradients that are held move to their new places."""
         # Keyed by parameter: a slot's number may change when parameters are added.
         kept = {id(self._slot(n).param): grad for n, grad in self.kept.items()}
-        held = {id(slot.param): view for slot, view in self._buffered()}
+        held = {id(slot.param): slot.shaped(view) for slot, view in self._buffered()}
         self.plans = plans
         self.partials = torch.zeros(2, n_chunks, dtype=torch.float64, device=device)
         self.position = {
@@ -65,14 +66,17 @@ class Window:
         self.buffers = []
         self.has_partials = self._in_buffers = False
         self.kept = {
-            slot.number: kept[id(slot.param)] for plan in plans for slot in plan.slots if id(slot.param) in kept
+            slot.number: slot.ordered(kept[id(slot.param)])
+            for plan in plans
+            for slot in plan.slots
+            if id(slot.param) in kept
         }
         if held:
             self._allocate(device)
             for buffer in self.buffers:
                 for k, slot in enumerate(buffer.plan.slots):
                     if id(slot.param) in held:
-                        buffer.views[k].copy_(held[id(slot.param)])
+                        slot.shaped(buffer.views[k]).copy_(held[id(slot.param)])
                         buffer.present[k] = 1
                         self._in_buffers = True
 
@@ -256,17 +260,25 @@ def _scalar(value: float) -> Tensor:
 # ------------------------------------------------------------------------------- owning a gradient
 
 
-def _references(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+def _no_count(grad: Tensor) -> int:
+    return 0
+
+
+# Holders on the C++ side (DLPack); a torch that cannot tell does without.
+_use_count = getattr(torch.Tensor, "_use_count", _no_count)
+
+
+def _references(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     # A sparse gradient has no storage of its own, and becomes a dense copy anyway.
     return [
-        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata), _use_count(grad))
         if grad.layout == torch.strided
-        else (0, 0)
+        else (0, 0, 0)
         for grad in grads
     ]
 
 
-def _lone_gradient() -> tuple[int, int]:
+def _lone_gradient() -> tuple[int, int, int]:
     """What the counts are for a gradient that only its parameter and the list hold, as this Python counts."""
     param = torch.nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
@@ -283,6 +295,6 @@ def own(grads: list[Tensor]) -> None:
     a view of DDP's bucket, a graph's static output or a tensor that the user holds would change later.
     The list and ``.grad`` must be their only holders on this side.
     """
-    for i, (references, uses) in enumerate(_references(grads)):
-        if references > _LONE[0] or uses > _LONE[1]:
+    for i, counts in enumerate(_references(grads)):
+        if any(map(gt, counts, _LONE)):
             grads[i] = grads[i].clone(memory_format=torch.preserve_format)

@@ -1,0 +1,107 @@
+"""`python -m benchmarks [--quick] [--json FILE] [--only NAME] [--plots DIR] [--list]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks import harness, table
+from benchmarks.case import Case
+
+
+def all_cases() -> list[Case]:
+    """Every case there is."""
+    from benchmarks import bench_windows
+
+    modules = [bench_windows]
+    for name in ("bench_clip", "bench_microbatch", "bench_memory", "bench_ops"):
+        modules.append(__import__(f"benchmarks.{name}", fromlist=[name]))
+    return [case for module in modules for case in module.cases()]
+
+
+def select(cases: list[Case], only: list[str], quick: bool) -> tuple[list[Case], list[dict]]:
+    """The cases to run, and a skipped row for every ``only`` that matches nothing."""
+    if not only:
+        return [case for case in cases if case.quick or not quick], []
+    chosen = [case for case in cases if any(part in case.name for part in only)]
+    unknown = [
+        {"name": part, "status": "skipped", "reason": "no case has this in its name (see --list)"}
+        for part in only
+        if not any(part in case.name for case in cases)
+    ]
+    return chosen, unknown
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Times fastaccum and stock PyTorch side by side in one process.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="cases whose name contains it"
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the PNG plots here")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every provider")
+    parser.add_argument(
+        "--allocator",
+        choices=list(harness.ALLOCATORS),
+        action="append",
+        help="allocator setting (default: both; with --quick the page-fault-free one)",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmarks; 1 when a case failed, else 0. Timings never decide."""
+    options = parse(argv)
+    cases = all_cases()
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    if options.child:
+        by_name = {case.name: case for case in cases}
+        wanted = [by_name[name] for name in sys.stdin.read().split("\n") if name]
+        return harness.child(wanted, options.quick, options.threads)
+    chosen, rows = select(cases, options.only, options.quick)
+    allocators = options.allocator or list(harness.ALLOCATORS)[: 1 if options.quick else None]
+    report = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "quick": options.quick,
+        "environment": {},
+        "allocators": {name: harness.ALLOCATORS[name] for name in allocators},
+        "results": {},
+    }
+    arguments = ["--threads", str(options.threads)] + (["--quick"] if options.quick else [])
+    with table.Progress(len(chosen) * len(allocators)) as progress:
+        for allocator in allocators:
+            results = report["results"][allocator] = list(rows)
+            names = [case.name for case in chosen]
+            for event in harness.run_children(names, allocator, arguments):
+                if event["event"] == "environment":
+                    report["environment"] = event["facts"]
+                elif event["event"] == "result":
+                    results.append(event["result"])
+                    if options.json:  # each time: a long run may be interrupted
+                        options.json.write_text(json.dumps(report, indent=1) + "\n")
+                progress.on(event, allocator)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    table.show(report)
+    if options.plots:
+        from benchmarks import plots
+
+        print(plots.write(report, options.plots))
+    failed = [r["name"] for rs in report["results"].values() for r in rs if r["status"] == "failed"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

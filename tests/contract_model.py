@@ -1,0 +1,323 @@
+"""The contract as a slow loop: a stock optimizer, a dictionary of sums, and nothing clever.
+
+It is written from what a user is promised, not from how fastaccum does it, so a test can drive both
+with the same calls and compare. Gradients are handed in; there is no autograd here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Weight = tuple[str, float]  # ("weight", n): a mean over n items; ("count", n): a sum over n
+
+
+class ContractModel:
+    """What ``FusedAccumulator`` promises, for one process.
+
+    Attributes:
+        pending: with ``take="backward"``, gradients of the pending micro-batch; else they are in
+            ``.grad``.
+        arrived: parameters whose gradient came since the last ``step()`` or ``zero_grad()``.
+        sums: the closed micro-batches' sum of w * g, in the accumulator's dtype.
+        windows: windows closed so far.
+        updates: those that were applied.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation_steps: int = 1,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        max_value: float | None = None,
+        reduction: str = "mean",
+        take: str = "step",
+        nonfinite: str = "skip",
+    ) -> None:
+        self.optimizer = optimizer
+        self.steps = accumulation_steps
+        self.max_norm, self.norm_type, self.max_value = max_norm, norm_type, max_value
+        self.reduction, self.take, self.nonfinite = reduction, take, nonfinite
+        self.updated = self.stepped = self.broken = False
+        self.norm, self.skipped, self.windows, self.updates = 0.0, 0, 0, 0
+        self._forget_pending()
+        self._forget_window()
+
+    # --------------------------------------------------------------------------------- what is held
+
+    def _forget_pending(self) -> None:
+        self.pending: dict[Tensor, Tensor] = {}
+        self.arrived: set[Tensor] = set()
+        self.pending_weight: Weight | None = None
+        self.taken_plain = False  # take="backward": some were added before a weight was known
+
+    def _forget_window(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        self.total = 0.0
+        self.kind: str | None = None  # "plain", "weight" or "count"
+        self.micro_step = 0
+        self.clip_once: float | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Every parameter, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def is_pending(self) -> bool:
+        """Something of a micro-batch that is not closed is held."""
+        return bool(
+            self.pending or self.arrived or self.pending_weight
+            or any(p.grad is not None for p in self.params)
+        )  # fmt: skip
+
+    @property
+    def is_stuck(self) -> bool:
+        """The full window could not be closed (``nonfinite="error"``)."""
+        return self.micro_step >= self.steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per window."""
+        return self.steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        if self.micro_step or self.pending:
+            raise RuntimeError("inside an open window")
+        self.steps = value
+
+    # ------------------------------------------------------------------------------------ weights
+
+    @staticmethod
+    def _given(weight: float | None, count: float | None) -> Weight | None:
+        if weight is not None and count is not None:
+            raise ValueError("both")
+        if weight is not None:
+            return "weight", float(weight)
+        return None if count is None else ("count", float(count))
+
+    def _agree(self, given: Weight) -> None:
+        if self.pending_weight is not None and self.pending_weight != given:
+            raise ValueError("one micro-batch, one weight")
+        if self.kind is not None and self.kind != given[0]:
+            raise ValueError("a window is weighted throughout or not at all")
+
+    # ----------------------------------------------------------------------------------- the loop
+
+    def backward(
+        self,
+        grads: dict[Tensor, Tensor],
+        weight: float | None = None,
+        count: float | None = None,
+        raises: bool = False,
+    ) -> None:
+        """Lets gradients arrive; with ``raises``, as a backward that fails after they did."""
+        if self.broken:
+            raise RuntimeError("an earlier backward failed")
+        given = self._given(weight, count)
+        if given is not None:
+            self._agree(given)
+            if given[0] == "weight" and self.taken_plain:
+                raise ValueError("too late: gradients were added without a weight")
+            if not raises:
+                self.pending_weight = given
+        for param, grad in grads.items():
+            if not param.requires_grad:
+                continue
+            self.arrived.add(param)
+            if self.take == "step":
+                param.grad = grad.clone() if param.grad is None else param.grad + grad
+            else:
+                grad = grad.to(self._sum_dtype(param))
+                if param.grad is not None:  # put there by hand: it is part of what arrives
+                    grad = grad + param.grad.to(grad.dtype)
+                    param.grad = None
+                self.pending[param] = self.pending[param] + grad if param in self.pending else grad
+                self.taken_plain |= self.pending_weight is None
+        if raises:
+            self.broken = self.take == "backward" and bool(self.pending)
+            raise ArithmeticError("this backward was told to fail")
+
+    def step(self, weight: float | None = None, count: float | None = None) -> None:
+        """Closes the micro-batch, and every so often the window."""
+        if self.broken or self.is_stuck:
+            raise RuntimeError("discard() it")
+        given = self._given(weight, count)
+        if given is not None:
+            if given[0] == "weight" and self.take == "backward":
+                raise ValueError("too late")
+            self._agree(given)
+        if self.take == "step" and any(p.grad is None for p in self.arrived):
+            raise RuntimeError("a gradient vanished")
+        held = dict(self.pending)
+        for param in self.params:
+            if param.grad is not None:
+                grad = param.grad.to(self._sum_dtype(param))
+                held[param] = held[param] + grad if param in held else grad
+        kind, items = given or self.pending_weight or ("plain", 1.0 if held else 0.0)
+        if kind == "plain" and held:
+            self._agree((kind, 1.0))
+
+        # From here on nothing raises but nonfinite="error".
+        if items > 0.0:  # a weight of 0 selects nothing, not even 0 * NaN
+            for param, grad in held.items():
+                add = items * grad if kind == "weight" else grad
+                self.sums[param] = self.sums[param] + add if param in self.sums else add
+        if self.kind is None and (kind != "plain" or held):
+            self.kind = kind
+        self.total += items
+        self._forget_pending()
+        for param in self.params:
+            param.grad = None
+        self.micro_step += 1
+        self.updated = self.stepped = False
+        if self.micro_step == self.steps:
+            self._close_window()
+
+    def flush(self) -> bool:
+        """Closes a partial window; a pending micro-batch is not part of it."""
+        if self.broken:
+            raise RuntimeError("discard() it")
+        if self.micro_step and self.pending:
+            raise RuntimeError("the pending micro-batch is in the sums already")
+        self.updated = self.stepped = False
+        if not self.micro_step:
+            return False
+        pending = {p: p.grad for p in self.params}
+        self._close_window()
+        for param, grad in pending.items():
+            param.grad = grad
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the pending micro-batch."""
+        if self.pending and self.micro_step:
+            raise RuntimeError("added already")
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = None if set_to_none else torch.zeros_like(param.grad)
+        self._forget_pending()
+
+    def discard(self) -> None:
+        """Drops the open window and what is pending."""
+        for param in self.params:
+            param.grad = None
+        self.broken = False
+        self._forget_pending()
+        self._forget_window()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds a group; its gradients count from now on."""
+        self.optimizer.add_param_group(group)
+
+    def clip(self, max_norm: float) -> None:
+        """Clips the window that closes next."""
+        if self.max_value is not None:
+            raise ValueError("by value or by norm")
+        self.clip_once = max_norm
+
+    # --------------------------------------------------------------------------------------- window
+
+    @staticmethod
+    def _sum_dtype(param: Tensor) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    def _divisor(self) -> float:
+        return 1.0 if self.reduction == "sum" else self.total or 1.0
+
+    def grad(self, param: Tensor) -> Tensor | None:
+        """The closed micro-batches' gradient, averaged."""
+        return self.sums[param] / self._divisor() if param in self.sums else None
+
+    def _norm_of(self, grads: list[Tensor]) -> float:
+        values = torch.cat([g.double().flatten() for g in grads]) if grads else torch.zeros(1)
+        return float(torch.linalg.vector_norm(values, self.norm_type)) if values.numel() else 0.0
+
+    def _close_window(self) -> None:
+        finished = {p: total.double() / self._divisor() for p, total in self.sums.items()}
+        if not finished or not self.total > 0.0:
+            self.norm = 0.0
+            self._end_window(stepped=False)
+            return
+        self.norm = self._norm_of(list(finished.values()))
+        if not all(bool(g.isfinite().all()) for g in finished.values()):
+            if self.nonfinite == "error":
+                raise RuntimeError("not finite")
+            if self.nonfinite == "skip":
+                self.skipped += 1
+                self._end_window(stepped=False)
+                return
+        shared: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            here = [finished[p] for p in group["params"] if p in finished]
+            if group.get("max_norm") is None:
+                shared += here
+            else:
+                self._clip(here, group["max_norm"])
+        self._clip(shared, self.clip_once if self.clip_once is not None else self.max_norm)
+        for param in self.params:
+            param.grad = finished[param].to(param.dtype) if param in finished else None
+            if param.grad is not None and self.max_value is not None:
+                param.grad.clamp_(-self.max_value, self.max_value)
+        self.optimizer.step()
+        for param in self.params:
+            param.grad = None
+        self._end_window(stepped=True)
+
+    def _clip(self, grads: list[Tensor], max_norm: float | None) -> None:
+        if max_norm is None:
+            return
+        factor = max_norm / (self._norm_of(grads) + 1e-6)
+        for grad in grads:
+            grad.mul_(1.0 if factor > 1.0 else factor)  # NaN stays NaN
+
+    def _end_window(self, stepped: bool) -> None:
+        self._forget_window()
+        self.updated, self.stepped = True, stepped
+        self.windows += 1
+        self.updates += stepped
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and the open window by the parameters' numbers."""
+        if self.pending and self.micro_step:
+            raise RuntimeError("the pending micro-batch is in the sums already")
+        window = {
+            "sums": {_index(self.params, p): g.clone() for p, g in self.sums.items()},
+            "total": self.total, "kind": self.kind, "micro_step": self.micro_step,
+            "skipped": self.skipped,
+        }  # fmt: skip
+        return {**copy.deepcopy(self.optimizer.state_dict()), "window": window}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces state and open window; without a window in it, the open one is dropped."""
+        state_dict = copy.deepcopy(state_dict)
+        window = state_dict.pop("window", None)
+        self.optimizer.load_state_dict(state_dict)
+        if self.take == "backward":
+            self._forget_pending()
+        self._forget_window()
+        if window is not None:
+            self.sums = {self.params[i]: g for i, g in window["sums"].items()}
+            self.total, self.kind = window["total"], window["kind"]
+            self.micro_step, self.skipped = window["micro_step"], window["skipped"]
+
+
+def _index(params: list[Tensor], param: Tensor) -> int:
+    return next(i for i, p in enumerate(params) if p is param)
+
+
+def same_number(a: float, b: float, tolerance: float) -> bool:
+    """Equal up to a relative error; NaN equals NaN, inf equals inf."""
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return a == b or (math.isfinite(b) and abs(a - b) <= tolerance * abs(b))

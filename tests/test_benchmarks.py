@@ -1,0 +1,379 @@
+"""The benchmarks cannot rot: every body runs once, small; their statistics are right."""
+
+import gc
+import json
+import math
+import os
+import random
+import stat
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import (  # noqa: E402
+    __main__,
+    bench_clip,
+    bench_memory,
+    bench_microbatch,
+    bench_ops,
+    bench_windows,
+    goals,
+    harness,
+    models,
+    plots,
+    providers,
+    shapes,
+    stats,
+    table,
+)
+from benchmarks.case import Case, Prepared  # noqa: E402
+from benchmarks.roofline import ELEMENTS, LOOPS, Roofline  # noqa: E402
+from benchmarks.roofline import TINY as TINY_ROOF  # noqa: E402
+
+TINY = shapes.named("tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny work on two threads that fight for one free core takes minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- statistics --------------------------------------------------------------------------------
+
+
+def test_iqr_is_inclusive():
+    assert stats.iqr([5.0, 1.0, 2.0, 4.0, 3.0]) == 2.0
+    assert stats.iqr([7.0]) == 0.0
+
+
+def test_spread_of_median_estimates_its_standard_error():
+    rng = random.Random(0)
+    medians, spreads = [], []
+    for _ in range(300):
+        samples = [rng.gauss(10.0, 1.0) for _ in range(101)]
+        medians.append(sorted(samples)[50])
+        spreads.append(stats.spread_of_median(samples))
+    mean = sum(medians) / len(medians)
+    error = math.sqrt(sum((m - mean) ** 2 for m in medians) / len(medians))
+    assert sum(spreads) / len(spreads) == pytest.approx(error, rel=0.15)
+
+
+def test_ratio_cancels_what_both_saw():
+    weather = [1.0, 3.0, 1.2, 9.0, 1.1, 2.0, 5.0]
+    estimate = stats.ratio([2.0 * w for w in weather], weather)
+    assert estimate.value == pytest.approx(2.0)
+    assert estimate.spread == pytest.approx(0.0, abs=1e-12)
+    assert stats.speed_words(estimate) == "faster"
+
+
+def test_ratio_wants_samples_of_the_same_rounds():
+    with pytest.raises(ValueError, match="paired by round, got 2 and 1"):
+        stats.ratio([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "side"),
+    [(1.5, 0.1, 1), (1.5, 0.11, 0), (0.5, 0.1, -1), (1.0, 0.0, 1), (1.5, math.inf, 0),
+     (math.nan, 0.1, 0)],
+)  # fmt: skip
+def test_a_difference_below_five_spreads_is_none(value, spread, side):
+    assert stats.Estimate(value, spread).against(1.0) == side
+
+
+def test_two_samples_tell_nothing():
+    assert stats.speed_words(stats.ratio([9.0, 9.0], [1.0, 1.0])) == stats.CANNOT_TELL
+
+
+# --- harness -----------------------------------------------------------------------------------
+
+
+def test_interleave_turns_the_order_and_drops_the_first_round():
+    order = []
+
+    def sampler(name):
+        def sample():
+            order.append(name)
+            assert not gc.isenabled()
+            return {"t": float(len(order))}
+
+        return sample
+
+    found = harness.interleave({name: sampler(name) for name in "abc"}, rounds=3)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert found["a"]["t"] == [6.0, 8.0, 10.0]
+    assert gc.isenabled()
+
+
+def test_interleave_gives_the_collector_back_when_a_provider_raises():
+    def broken():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        harness.interleave({"a": broken}, rounds=1)
+    assert gc.isenabled()
+
+
+def test_record_gives_ratios_and_the_share_of_the_triad():
+    ours, roof = [0.5] * 5, [1.0] * 5
+    samples = {
+        "fastaccum": {"t": ours},
+        "stock": {"t": [1.0] * 5},
+        harness.ROOF: {name: roof for name in LOOPS} | {"triad": [3.0] * 5},
+    }
+    prepared = Prepared({}, bytes={"fastaccum": {"t": 3 * ELEMENTS}}, missing={"peer": "absent"})
+    record = harness.record(Case("c", lambda: prepared), prepared, samples)
+    assert record["against"]["stock"]["t"] == {"value": 2.0, "spread": 0.0, "verdict": "faster"}
+    assert record["over"]["stock"]["t"] == {"value": 0.5, "spread": 0.0}
+    # 3 bytes in half a second, where the in-place triad moves 12 in one.
+    assert record["share"]["fastaccum"]["t"]["value"] == pytest.approx(0.5)
+    assert record["missing"] == {"peer": "absent"}
+    assert any("skipped: absent" in cell for row in table.case_rows(record) for cell in row)
+
+
+def test_a_case_that_does_not_fit_is_skipped_with_the_reason():
+    case = Case("huge", pytest.fail, memory=1 << 60)
+    record = harness.run_case(case, rounds=1)
+    assert record["status"] == "skipped"
+    assert "GiB of memory" in record["reason"]
+
+
+def test_a_case_that_nobody_can_run_names_the_reasons():
+    case = Case("none", lambda: Prepared({}, missing={"peer": "not installed"}))
+    record = harness.run_case(case, rounds=1)
+    assert (record["status"], record["reason"]) == ("skipped", "peer: not installed")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the dying child is a shell script")
+def test_a_child_that_dies_costs_one_case(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(
+        """#!/bin/sh
+for name in $(cat); do
+  echo '{"event": "start", "name": "'$name'", "rounds": 1}'
+  test $name = killer && kill -9 $$
+  echo '{"event": "result", "result": {"name": "'$name'", "status": "ok"}}'
+done
+"""
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(harness.sys, "executable", str(script))
+    events = list(harness.run_children(["a", "killer", "b"], "default", []))
+    results = [e["result"] for e in events if e["event"] == "result"]
+    assert [(r["name"], r["status"]) for r in results] == [
+        ("a", "ok"),
+        ("killer", "failed"),
+        ("b", "ok"),
+    ]
+    assert "-9" in results[1]["reason"]
+
+
+# --- shapes and models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [("gpt2-124m", 148, 124_439_808), ("resnet50", 161, 25_557_032), ("2000x512", 2000, 1_024_000)],
+)
+def test_shapes_are_those_of_the_real_models(name, tensors, elements):
+    found = shapes.named(name)
+    assert (len(found), shapes.numel(found)) == (tensors, elements)
+
+
+def test_unknown_shapes_are_named():
+    with pytest.raises(KeyError, match="no shapes called 'gpt5'; there are gpt2-124m"):
+        shapes.named("gpt5")
+
+
+def test_resnet50_has_the_listed_shapes():
+    with torch.device("meta"):
+        model = models.resnet50()
+    assert [tuple(p.shape) for p in model.parameters()] == shapes.resnet50()
+
+
+# --- every body once ---------------------------------------------------------------------------
+
+
+def run_once(prepared: Prepared) -> dict:
+    """Samples every provider in one round and checks what was recorded."""
+    assert prepared.samplers or prepared.sections
+    samples = harness.interleave(prepared.samplers, rounds=1)
+    for metrics in samples.values():
+        assert all(seconds >= 0.0 for found in metrics.values() for seconds in found)
+    record = harness.record(Case("once", lambda: prepared), prepared, samples)
+    json.dumps(record)
+    table.case_rows(record)
+    return record
+
+
+def ours(prepared: Prepared) -> None:
+    """fastaccum itself may never be what is missing, except where it has no native library."""
+    for name, reason in prepared.missing.items():
+        assert not name.startswith("fastaccum") or "native" in reason, f"{name}: {reason}"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_windows_agree_and_run(steps):
+    names = ["fastaccum", "fastaccum reference", "stock best", "stock loop"]
+    prepared = bench_windows.prepare(TINY, steps, names)
+    ours(prepared)
+    run_once(prepared)
+
+
+def test_peers_run_or_say_why_not():
+    prepared = bench_windows.prepare(TINY, 2, list(providers.WINDOW_PROVIDERS))
+    assert set(prepared.samplers) | set(prepared.missing) == set(providers.WINDOW_PROVIDERS)
+
+
+def test_a_wrong_result_is_found_before_anything_is_timed(monkeypatch):
+    class Wrong(providers.StockBest):
+        def close(self, index):
+            self.params[3].grad.mul_(1.001)
+            super().close(index)
+
+    monkeypatch.setitem(providers.WINDOW_PROVIDERS, "wrong", Wrong)
+    with pytest.raises(AssertionError, match="wrong / stock best"):
+        bench_windows.prepare(TINY, 1, ["stock best", "wrong"])
+
+
+def test_window_bytes_are_those_of_the_design():
+    assert bench_windows.window_bytes("fastaccum", 1, 1) == {"window": 32, "window end": 32}
+    assert bench_windows.window_bytes("fastaccum", 4, 1) == {"window": 64, "window end": 40}
+    assert bench_windows.window_bytes("stock best", 4, 1) == {"window": 76, "window end": 52}
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_clip_agrees_and_runs(clips):
+    prepared = bench_clip.prepare(TINY, clips)
+    ours(prepared)
+    run_once(prepared)
+
+
+def test_clip_keeps_its_gradients_in_range():
+    clip = bench_clip.Clip(torch.nn.utils.clip_grad_norm_, TINY, clips=True)
+    for _ in range(50):
+        clip.sample()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in clip.params])
+    assert 1e-7 * clip.norm < norm < 2 * clip.norm
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        lambda: bench_microbatch.gpt(batch=2, length=8),
+        lambda: bench_microbatch.resnet50(batch=2, size=32, width=4),
+        lambda: bench_microbatch.bare(count=5, size=7),
+    ],
+    ids=["gpt", "resnet50", "bare"],
+)
+def test_micro_batches_agree_and_run(task):
+    prepared = bench_microbatch.prepare(task)
+    ours(prepared)
+    run_once(prepared)
+
+
+def test_bare_backward_hands_its_gradients_over_uncopied():
+    params = [torch.zeros(3, requires_grad=True)]
+    models.Bare.apply([torch.ones(3)], *params).backward()
+    first = params[0].grad
+    assert first.untyped_storage().nbytes() == 12
+    assert torch.equal(first, torch.ones(3))
+
+
+@pytest.mark.parametrize("mode", ["K=1", "step", "backward"])
+def test_memory_runs(mode):
+    prepared = bench_memory.prepare(mode, TINY)
+    ours(prepared)
+    if prepared.sections:
+        run_once(prepared)
+
+
+def test_peak_bytes_sees_what_lives_inside_an_op():
+    def run():
+        kept = torch.empty(1000, dtype=torch.uint8)
+        (kept.float() + 1.0).sum()  # 4000 and 4000 more at once, both gone afterwards
+
+    assert 9000 <= bench_memory.peak_bytes(run) <= 9200
+
+
+def test_stock_peak_is_one_set_and_the_gradient_in_flight():
+    sizes = [(1000,), (3000,), (2000,)]
+    expected = 4 * (6000 + 3000)
+    assert bench_memory.measure_stock(sizes) == pytest.approx(expected, rel=0.02)
+
+
+OP_PROVIDERS = {**bench_ops.PROVIDERS, "fastaccum reference": bench_ops.Reference}
+
+
+@pytest.mark.parametrize("case", bench_ops.cases(TINY, OP_PROVIDERS), ids=lambda case: case.name)
+def test_ops_agree_and_run(case):
+    prepared = case.prepare()
+    ours(prepared)
+    run_once(prepared)
+
+
+def test_roofline_loops_run_and_stay_finite():
+    roof = Roofline(TINY_ROOF)
+    for _ in range(3):
+        assert set(roof.sample()) == set(LOOPS) == set(roof.bytes())
+    assert all(t.isfinite().all() for t in (roof.a, roof.b, roof.c))
+    assert roof.bytes()["triad"] == 12 * TINY_ROOF
+
+
+def test_plots_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = []
+    for count in (1, 10):
+        share = {"bytes": 100 * count, "GB/s": 1.0, "value": 0.5, "spread": 0.0}
+        results.append({
+            "name": f"window/tensors-{count}/K=1", "status": "ok", "facts": {"tensors": count},
+            "providers": {"fastaccum": {"window": {"median": 1e-6 * count}}},
+            "share": {"fastaccum": {"window": share}}, "roofline": {"triad": 10.0},
+        })  # fmt: skip
+    line = plots.write({"results": {harness.RESIDENT: results}}, tmp_path / "new")
+    assert "roofline.png" in line
+    assert {p.name for p in (tmp_path / "new").iterdir()} == {"roofline.png", "tensor_count.png"}
+    assert plots.write({"results": {harness.RESIDENT: []}}, tmp_path) == "no plots"
+
+
+# --- goals and command line --------------------------------------------------------------------
+
+
+def test_every_goal_names_a_case_that_exists():
+    names = {case.name for case in __main__.all_cases()}
+    assert len(names) == len(__main__.all_cases()), "case names are unique"
+    assert {goal.case for goal in goals.GOALS} <= names
+
+
+def test_verdicts():
+    goal = goals.Goal("w", "c", "against", "stock", "t", 1.4)
+    least = goals.Goal("w", "c", "over", "stock", "t", 1.02, at_most=True)
+    assert goal.verdict(stats.Estimate(1.7, 0.01)) == "met"
+    assert goal.verdict(stats.Estimate(1.2, 0.01)) == "missed"
+    assert goal.verdict(stats.Estimate(1.41, 0.01)) == "cannot tell"
+    assert goal.verdict(goal.measured({})) == "not measured"
+    assert least.verdict(stats.Estimate(1.0, 0.001)) == "met"
+    assert least.verdict(stats.Estimate(1.2, 0.001)) == "missed"
+
+
+def test_unknown_case_names_are_rows_of_the_table():
+    chosen, rows = __main__.select(__main__.all_cases(), ["window/tiny", "bogus"], quick=True)
+    assert [case.name for case in chosen] == ["window/tiny/K=2"]
+    assert [(row["name"], row["status"]) for row in rows] == [("bogus", "skipped")]
+
+
+def test_the_command_end_to_end(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    arguments = ["--quick", "--only", "window/tiny", "--only", "bogus", "--json", str(report)]
+    assert __main__.main([*arguments, "--plots", str(tmp_path)]) == 0
+    found = json.loads(report.read_text())
+    results = {r["name"]: r for r in found["results"][harness.RESIDENT]}
+    assert results["window/tiny/K=2"]["status"] == "ok"
+    assert results["bogus"]["status"] == "skipped"
+    assert found["environment"]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert "stock best" in printed and "bogus" in printed and "Goals" in printed
