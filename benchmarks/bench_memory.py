@@ -71,7 +71,7 @@ def formula(mode: str, shapes) -> int:
         return plain
     if mode == "step":
         return 2 * plain + padded
-    bucket = providers.require("fastaccum.accumulator", "BUCKET_BYTES")
+    bucket = providers.require("fastaccum.pending", "BUCKET_BYTES")
     return padded + max(min(bucket, plain), largest)
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +18,12 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint
-from fastaccum.arrivals import Arrivals, graph_task
-from fastaccum.clip import largest
-from fastaccum.slots import Slot, accumulation_dtype, make_plans, unique_params
+from fastaccum import arguments, backends, checkpoint, groups, pending
+from fastaccum.outcome import Outcome
+from fastaccum.pending import Pending
+from fastaccum.roster import Roster, unique_params
 from fastaccum.updates import rule_for
 from fastaccum.window import Entry, Window, own
-
-# take="backward" adds gradients when this many bytes have arrived: well inside a CPU's last cache,
-# where what backward has just written is still warm, and large enough to hide a call's 20 us.
-BUCKET_BYTES = 4 << 20
 
 _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
     "pre": torch_optimizer._global_optimizer_pre_hooks,
@@ -39,12 +32,6 @@ _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 
 # step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
 _NOT_GIVEN: Any = object()
-
-_REFUSED = {
-    "LBFGS": "it re-evaluates the loss several times within one step",
-    "SparseAdam": "it takes sparse gradients only, and a window's gradient is dense",
-}
-
 
 class FusedAccumulator(Optimizer):
     """Accumulates gradients over micro-batches and updates once per window, fused.
@@ -122,7 +109,9 @@ class FusedAccumulator(Optimizer):
         backend: str = "auto",
     ) -> None:
         # Optimizer.__init__ is not called: it would make state and groups of its own.
-        _check_optimizer(optimizer)
+        if isinstance(optimizer, FusedAccumulator):
+            raise TypeError("optimizer is a FusedAccumulator already: wrap the optimizer inside it once")
+        groups.check_optimizer(optimizer)
         arguments.choice(nonfinite_micro_batch, "nonfinite_micro_batch", arguments.NONFINITE_MICRO_BATCH)
         for name, flag in (
             ("master_weights", master_weights),
@@ -156,8 +145,8 @@ class FusedAccumulator(Optimizer):
             raise ValueError(
                 f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
             )
-        _check_limits(optimizer.param_groups, options["max_value"])
-        backends.choose(backend, _device_of(optimizer.param_groups))
+        groups.check_limits(optimizer.param_groups, options["max_value"])
+        backends.choose(backend, groups.device_of(optimizer.param_groups))
         self._start(optimizer, options)
 
     def _start(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
@@ -165,28 +154,15 @@ class FusedAccumulator(Optimizer):
         self._options = options
         self._inner = optimizer
         self._rule = rule_for(optimizer)
+        self._roster = Roster(optimizer, options["accumulate_dtype"])
         self._window = Window()
         self._backends: dict[torch.device, Any] = {}
-        self._slots: list[Slot] = []
-        self._params: list[Tensor] = []
-        self._listed: list[Tensor] = []  # the groups' lists as they were, duplicates included
-        self._number_of: dict[int, int] = {}
-        self._plan_key: tuple[Any, ...] = ()
-        self._norm_group_of: list[int] = []
-        self._spans = torch.zeros(0, 3, dtype=torch.int64)
-        self._limits_key: list[float] = []
-        self._limits_table = torch.zeros(0, dtype=torch.float64)
         self._micro_step = 0
         self._updated = False
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
-        self._pending_weight: tuple[str, float] | None = None  # of the pending micro-batch
         self._clip_once: float | None = None
         self._same_backward_calls = 0
         self._warned: set[str] = set()
-        self._backward_tasks: set[int] = set()  # take="backward": backward calls that have not ended
-        self._taken: list[Entry] = []  # take="backward": arrived, not yet added
-        self._taken_bytes = 0
-        self._added_pending = False  # take="backward": the pending micro-batch is (partly) in the buffer
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()
@@ -194,29 +170,11 @@ class FusedAccumulator(Optimizer):
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
-        device = _device_of(optimizer.param_groups)
-        self._make_outputs(torch.device("cpu") if device.type == "meta" else device)
-        hook = None
-        if options["take"] == "backward":
-            reference = weakref.ref(self)
-
-            def hook(param: Tensor) -> None:
-                wrapper = reference()
-                if wrapper is not None:
-                    wrapper._take_now(param)
-
-        self._arrivals = Arrivals(self, hook)
-        self._arrivals.check([param for param, _ in unique_params(self.param_groups)])
+        device = groups.device_of(optimizer.param_groups)
+        self._outcome = Outcome(torch.device("cpu") if device.type == "meta" else device)
+        self._pending = Pending(self, options["take"])
+        self._pending.arrivals.check([param for param, _ in unique_params(self.param_groups)])
         self._sync_slots()
-
-    def _make_outputs(self, device: torch.device) -> None:
-        self._norm = torch.zeros((), dtype=torch.float32, device=device)
-        self._skip = torch.zeros((), dtype=torch.int32, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._divisor = torch.ones((), dtype=torch.float64, device=device)
-        self._total = torch.ones((), dtype=torch.float64, device=device)
-        self._group_norms = torch.zeros(0, dtype=torch.float64, device=device)
-        self._factor = torch.zeros(0, dtype=torch.float64, device=device)
 
     # ------------------------------------------------------------------ what the inner optimizer owns
 
@@ -254,17 +212,17 @@ class FusedAccumulator(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the inner optimizer; its gradients count from now on, in an open window too."""
-        groups = self.param_groups
-        before = len(groups)
+        listed = self.param_groups
+        before = len(listed)
         self._inner.add_param_group(param_group)
         try:
-            _check_group(groups[-1], before)
-            _check_limits(groups, self._options["max_value"])
-            _device_of(groups)
-            self._arrivals.check([p for p in groups[-1]["params"]])
+            groups.check_group(listed[-1], before)
+            groups.check_limits(listed, self._options["max_value"])
+            groups.device_of(listed)
+            self._pending.arrivals.check([p for p in listed[-1]["params"]])
             self._sync_slots()
         except BaseException:
-            del groups[before:]
+            del listed[before:]
             raise
 
     # -------------------------------------------------------------------------------------- reading
@@ -277,7 +235,7 @@ class FusedAccumulator(Optimizer):
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
         value = arguments.accumulation_steps(value)
-        if self._micro_step or self._added_pending:
+        if self._micro_step or self._pending.added:
             raise RuntimeError(
                 f"accumulation_steps cannot change inside an open window ({self._micro_step} of "
                 f"{self.accumulation_steps} micro-batches are in): flush() or discard() it first"
@@ -309,17 +267,17 @@ class FusedAccumulator(Optimizer):
     @property
     def stepped(self) -> bool:
         """Whether that window's update was applied. Reads a flag from the device."""
-        return self._updated and not bool(self._skip)
+        return self._updated and not bool(self._outcome.skip)
 
     @property
     def norm(self) -> Tensor:
         """The last window's global norm before clipping: 0-d float32, the same tensor every window."""
-        return self._norm
+        return self._outcome.norm
 
     @property
     def skipped(self) -> Tensor:
         """Updates skipped for a gradient that was not finite: 0-d int64, the same tensor always."""
-        return self._skipped
+        return self._outcome.skipped
 
     def grad(self, param: Tensor) -> Tensor | None:
         """The open window's gradient of one parameter so far, averaged, in its shape; None if none.
@@ -328,11 +286,11 @@ class FusedAccumulator(Optimizer):
             ValueError: the parameter is not in any group.
         """
         self._sync_slots()
-        for slot in self._slots:
-            if slot.param is param:
-                pending = (self._pending_weight or ("plain", 1.0))[1] if self._added_pending else 0.0
-                return self._window.gradient(slot, self._divide_by(pending))
-        raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
+        slot = self._roster.slot_of(param)
+        if slot is None or slot.param is not param:
+            raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
+        unclosed = (self._pending.weight or ("plain", 1.0))[1] if self._pending.added else 0.0
+        return self._window.gradient(slot, self._divide_by(unclosed))
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
@@ -365,23 +323,13 @@ class FusedAccumulator(Optimizer):
             ValueError: both were given, or another backward of this micro-batch carried another weight,
                 or the window is weighted otherwise.
         """
-        self._check_usable()
-        given = self._given(weight, count)
-        before = self._pending_weight
-        if given is not None:
-            self._agree(given)
-            if given[0] == "weight" and before is None and (self._added_pending or self._taken):
-                raise ValueError(
-                    "backward(weight=) comes too late with take='backward': gradients of this micro-batch "
-                    "were added without it. Give every backward call of a micro-batch the same weight"
-                )
-            self._pending_weight = given
-        elif before is not None:
-            self._agree(("plain", 1.0))
+        self._pending.check_whole()
+        before = self._pending.weight
+        self._pending.begin_backward(pending.given(weight, count), self._weight_kind)
         try:
             loss.backward(**kwargs)
         except BaseException:
-            self._pending_weight = before
+            self._pending.weight = before
             raise
 
     def step(  # type: ignore[override]
@@ -423,9 +371,9 @@ class FusedAccumulator(Optimizer):
 
         It makes an optimizer create its state by a step on zero gradients with every lr at 0.
         """
-        if self._inner.state or self._micro_step or self._arrivals.noted:
+        if self._inner.state or self._micro_step or self._pending.arrivals.noted:
             return False
-        grads = [param.grad for param in self._all_params() if param.grad is not None]
+        grads = [param.grad for param in self._roster.all_params() if param.grad is not None]
         return (
             bool(grads)
             and all(float(group["lr"]) == 0.0 for group in self.param_groups if "lr" in group)
@@ -434,9 +382,10 @@ class FusedAccumulator(Optimizer):
 
     def _make_state(self) -> None:
         self._sync_slots()
-        self._rule.make_state([slot for slot in self._slots if slot.param.grad is not None])
-        for param in self._params:
-            param.grad = None
+        slots = [slot for slot in self._roster.slots if slot.param.grad is not None]
+        self._rule.make_state(slots)
+        for slot in slots:
+            slot.param.grad = None
 
     def flush(self) -> bool:
         """Closes a partial window with its true divisor.
@@ -450,30 +399,28 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches; or ``nonfinite="error"`` and the window's gradient is not finite.
         """
-        self._check_usable()
-        self._check_not_added("flush() cannot leave the pending micro-batch out")
+        self._pending.check_whole()
+        self._pending.check_apart(self._micro_step, "flush() cannot leave the pending micro-batch out")
         self._updated = False
         if self._micro_step == 0:
             return False
         with torch.no_grad():
             self._sync_slots()
-            self._lay_out_if_changed()
+            self._lay_out()
             self._run_hooks("pre")
             self._close_window()
         return True
 
     def discard(self) -> None:
         """Drops the open window, its pending micro-batch included; parameters stay as they are."""
-        for slot in self._slots:
-            slot.param.grad = None
-        self._drop_pending()
+        for param in self._roster.params:
+            param.grad = None
+        self._pending.clear()
         self._drop_window()
 
     def _drop_window(self) -> None:
         """Forgets the window; what is pending in ``.grad`` stays, with its weight."""
-        self._backward_tasks.clear()
-        if self._options["take"] == "backward":
-            self._drop_pending()
+        self._pending.drop_with_window()
         self._reset_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -488,17 +435,14 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches.
         """
-        if self._options["take"] == "backward" and self._added_pending:
-            if self._micro_step:
-                raise RuntimeError(
-                    "zero_grad() cannot drop the pending micro-batch: with take='backward' its gradients "
-                    "were already added to earlier ones. Call discard() to drop the whole window, or use "
-                    "take='step'"
-                )
+        if self._pending.in_window:
+            self._pending.check_apart(
+                self._micro_step, "zero_grad() cannot drop the pending micro-batch"
+            )
             self._window.reset()
             self._weight_kind = None
-        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
-            for param in self._all_params():
+        with profiler.record_function(self._zero_grad_profile_name):
+            for param in self._roster.all_params():
                 if param.grad is None:
                     continue
                 if set_to_none:
@@ -509,14 +453,7 @@ class FusedAccumulator(Optimizer):
                     else:
                         param.grad.requires_grad_(False)
                     param.grad.zero_()
-        self._drop_pending()
-
-    def _drop_pending(self) -> None:
-        self._arrivals.clear()
-        self._pending_weight = None
-        self._taken = []
-        self._taken_bytes = 0
-        self._added_pending = False
+        self._pending.clear()
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clips the window that closes next to ``max_norm``, instead of the wrapper's own limit.
@@ -532,126 +469,102 @@ class FusedAccumulator(Optimizer):
         if self._options["max_value"] is not None:
             raise ValueError("max_norm and max_value exclude each other: this wrapper clips by value")
         self._clip_once = limit
-        return self._norm
+        return self._outcome.norm
 
     # --------------------------------------------------------------------------------- micro-batch
 
     def _close_micro_batch(self, weight: Any, count: Any) -> None:
-        self._check_usable()
+        self._pending.check_whole()
         if self._micro_step >= self.accumulation_steps:
             raise RuntimeError(
                 f"the window already holds its {self.accumulation_steps} micro-batches and could not be "
                 "closed (its gradient is not finite): discard() it"
             )
-        given = self._given(weight, count)
-        if given is not None:
-            if given[0] == "weight" and self._options["take"] == "backward":
-                raise ValueError(
-                    "step(weight=) comes too late with take='backward': gradients were added already. "
-                    "Use backward(loss, weight=), or step(count=) with a loss that is a sum"
-                )
-            self._agree(given)
+        given = pending.given(weight, count)
+        self._pending.check_step(given, self._weight_kind)
         self._sync_slots()
-        if 0 < self._micro_step == self.accumulation_steps - 1:
-            self._lay_out_if_changed()  # the update needs the parameters as they lie now
-        entries, kind, items = self._pending_entries(given)
         closing = self._micro_step + 1 == self.accumulation_steps
+        if closing and self._micro_step:
+            self._lay_out()  # the update needs the parameters as they lie now
+        entries, kind, items = self._pending_entries(given, closing)
         if closing:
             self._run_hooks("pre")
-        self._take_entries(entries, kind, items, closing)
+        self._take(entries, kind, items, closing)
         self._updated = False
         if closing:
             self._close_window()
 
-    def _pending_entries(self, given: tuple[str, float] | None) -> tuple[list[Entry], str | None, float]:
-        """(gradients of the pending micro-batch, kind of weight, items); changes nothing."""
-        grads = [param.grad for param in self._params]
-        arrived = self._arrivals.noted
-        if arrived:
-            self._check_arrived(arrived)
-        slots = self._slots
+    def _pending_entries(
+        self, given: pending.Weight | None, closing: bool
+    ) -> tuple[list[Entry], str | None, float]:
+        """(gradients in ``.grad``, kind of weight, items); changes nothing."""
+        slots = self._roster.slots
+        self._pending.check_arrived(slots)
+        grads = [param.grad for param in self._roster.params]
         if any(grad is None for grad in grads):
             slots = [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        had_backward = bool(grads) or self._added_pending or bool(self._taken)
-        kind, items = given or self._pending_weight or (None, 1.0)
+        had_backward = bool(grads) or self._pending.in_window
+        kind, items = given or self._pending.weight or (None, 1.0)
+        if not had_backward and self._pending.weight is None:
+            items = 0.0  # a step without a backward has no weight, whatever it is given
         if kind is None and had_backward:
             kind = "plain"
-            self._agree((kind, 1.0))
-        if not had_backward and kind is None:
-            items = 0.0
-        self._watch_for_misuse(len(grads))
+            self._pending.agree((kind, 1.0), self._weight_kind)
+        self._watch_for_misuse(had_backward)
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
         if items == 0.0:
             return [], kind, 0.0
-        stays = self._micro_step + 1 < self.accumulation_steps or self._options["nonfinite"] == "error"
+        # After an error the window stays open, so what it keeps must be its own then, too.
+        stays = not closing or self._options["nonfinite"] == "error"
         if stays and self._may_keep():
             own(grads)  # type: ignore[arg-type]
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
             if grad.layout != torch.strided or not (slot.contiguous and grad.is_contiguous()):
-                grad = _dense(slot, grad)
+                grad = slot.taken(grad)
             entries.append((slot, grad))
         return entries, kind, items
 
     def _may_keep(self) -> bool:
         return self._options["take"] == "step" and self._window.empty
 
-    def _take_entries(self, entries: list[Entry], kind: str | None, items: float, closing: bool) -> None:
-        norm_type = self._options["norm_type"]
-        summed_here = norm_type in (1.0, 2.0, math.inf)
-        taken = self._taken + entries
-        if taken:
-            self._window.add(
-                self._backend_for(taken),
-                taken,
-                items if kind == "weight" else 1.0,
-                keep=self._may_keep(),
-                partials=closing and summed_here,
-                norm_type=norm_type,
-            )
-        for param in self._params:
+    def _take(self, entries: list[Entry], kind: str | None, items: float, closing: bool) -> None:
+        """Moves the pending micro-batch into the window."""
+        entries = self._pending.taken + entries
+        if entries:
+            in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
+            factor = items if kind == "weight" else 1.0
+            self._add(entries, factor, keep=self._may_keep(), partials=in_pass)
+        for param in self._roster.params:
             param.grad = None
-        self._drop_pending()
-        if kind is not None and self._weight_kind is None:
+        self._pending.clear()
+        if self._weight_kind is None:
             self._weight_kind = kind
         self._window.total += items
         self._micro_step += 1
 
-    def _backend_for(self, entries: Sequence[Entry]) -> Any:
-        device = entries[0][1].device if entries else self._norm.device
-        if device != self._norm.device:
-            self._move_outputs(device)
+    def _add(
+        self, entries: list[Entry], factor: float, *, keep: bool = False, partials: bool = False
+    ) -> None:
+        backend = self._backend_on(entries[0][1].device)
+        norm_type = self._options["norm_type"]
+        self._window.add(backend, entries, factor, keep=keep, partials=partials, norm_type=norm_type)
+
+    def _backend_on(self, device: torch.device) -> Any:
+        if device != self._outcome.device:
+            self._outcome = self._outcome.moved(device)
+            self._roster.forget_layout()
+            self._lay_out()
         if device not in self._backends:
             self._backends[device] = backends.load(backends.choose(self._options["backend"], device))
         return self._backends[device]
 
-    def _move_outputs(self, device: torch.device) -> None:
-        """The model was moved after wrapping: counters follow."""
-        norm, skipped = self._norm, self._skipped
-        self._make_outputs(device)
-        self._norm.copy_(norm)
-        self._skipped.copy_(skipped)
-        self._plan_key = ()
-        self._sync_slots()
-
-    def _check_arrived(self, arrived: Iterable[Tensor]) -> None:
-        for param in arrived:
-            if param.grad is None and self._options["take"] == "step":
-                number = next((s.number for s in self._slots if s.param is param), None)
-                if number is None:
-                    continue  # the parameter was taken out of its group
-                raise RuntimeError(
-                    f"the gradient of parameter {number} (shape {list(param.shape)}) arrived but is gone from "
-                    ".grad at step(): something cleared it, such as model.zero_grad(). Call "
-                    "optimizer.zero_grad() on this wrapper to drop a micro-batch, or do not clear .grad"
-                )
-
-    def _watch_for_misuse(self, n_gradients: int) -> None:
+    def _watch_for_misuse(self, had_backward: bool) -> None:
         """Warns once about a loop that still counts by itself, and about a foreign clip."""
         steps = self.accumulation_steps
-        if steps > 1 and "own count" not in self._warned and (n_gradients or self._added_pending):
-            same = self._arrivals.repeated(steps)
+        if steps > 1 and "own count" not in self._warned and had_backward:
+            same = self._pending.arrivals.repeated(steps)
             self._same_backward_calls = self._same_backward_calls + 1 if same else 0
             if self._same_backward_calls >= 2:
                 self._warn(
@@ -661,7 +574,7 @@ class FusedAccumulator(Optimizer):
                     "condition: call step() after every backward, the wrapper counts by itself",
                 )
         if "clipped" not in self._warned:
-            if self._arrivals.changed_in_place():
+            if self._pending.arrivals.changed_in_place():
                 self._warn(
                     "clipped",
                     "a pending gradient was changed in place after backward. If that was a clip, it "
@@ -672,33 +585,6 @@ class FusedAccumulator(Optimizer):
     def _warn(self, key: str, message: str) -> None:
         self._warned.add(key)
         warnings.warn(message, UserWarning, stacklevel=6)
-
-    # --------------------------------------------------------------------------------------- weights
-
-    def _given(self, weight: Any, count: Any) -> tuple[str, float] | None:
-        if weight is not None and count is not None:
-            raise ValueError(
-                "give weight= (the loss is a mean over n items) or count= (it is a sum over n), not both"
-            )
-        if weight is not None:
-            return "weight", arguments.weight(weight, "weight")
-        if count is not None:
-            return "count", arguments.weight(count, "count")
-        return None
-
-    def _agree(self, given: tuple[str, float]) -> None:
-        """Raises ValueError if this weight does not go with the pending ones and the window's."""
-        if self._pending_weight is not None and self._pending_weight != given:
-            raise ValueError(
-                f"all backward calls of one micro-batch carry the same weight, counted once: got "
-                f"{given[0]}={given[1]:g} after {self._pending_weight[0]}={self._pending_weight[1]:g}"
-            )
-        if self._weight_kind not in (None, given[0]):
-            words = {"plain": "no weight", "weight": "weight=", "count": "count="}
-            raise ValueError(
-                f"a window is weighted throughout or not at all: this micro-batch has {words[given[0]]}, "
-                f"earlier ones have {words[self._weight_kind]}. flush() or discard() the window first"
-            )
 
     def _divide_by(self, pending: float = 0.0) -> float:
         """What the window's sum is divided by; ``pending`` is weight that was added but not closed."""
@@ -715,69 +601,31 @@ class FusedAccumulator(Optimizer):
             self._finish_window()
 
     def _finish_window(self) -> None:
-        window, options = self._window, self._options
+        window, options, outcome = self._window, self._options, self._outcome
         if window.empty or not window.total > 0.0:
-            self._norm.zero_()
-            self._skip.fill_(1)
+            outcome.nothing()
             self._end_window()
             return
         finished = window.finished()
-        backend = self._backend_for([(finished[0][0].slots[0], finished[0][2][0])])
-        self._sum_up(backend)
-        if options["nonfinite"] == "error" and bool(self._skip):
-            self._skipped.sub_(1)
-            self._norm_report()
-        # On the CPU the flag is at hand; a GPU must not wait for it, there the kernels read it.
-        if not (self._skip.device.type == "cpu" and bool(self._skip)):
-            self._rule.update(
-                backend, finished, self._factor, self._skip, options["max_value"], self._norm_group_of
+        backend = self._backend_on(finished[0][2][0].device)
+        shared = self._clip_once if self._clip_once is not None else options["max_norm"]
+        limits = [math.inf if shared is None else shared]
+        limits += [limit for limit in self._roster.limits if limit is not None]
+        skip_nonfinite = options["nonfinite"] != "propagate"
+        divisor = self._divide_by()
+        outcome.decide(backend, window, divisor, limits, options["norm_type"], skip_nonfinite)
+        if options["nonfinite"] == "error" and bool(outcome.skip):
+            outcome.skipped.sub_(1)
+            raise RuntimeError(
+                f"the window's gradient is not finite (norm {float(outcome.norm)}) and nonfinite='error': "
+                "parameters and optimizer state are unchanged and the window is still open. Look for the "
+                "cause, then discard() the window, or use nonfinite='skip'"
             )
+        # On the CPU the flag is at hand; a GPU must not wait for it, there the kernels read it.
+        if not (outcome.device.type == "cpu" and bool(outcome.skip)):
+            max_value, norm_group_of = options["max_value"], self._roster.norm_group_of
+            self._rule.update(backend, finished, outcome.factor, outcome.skip, max_value, norm_group_of)
         self._end_window()
-
-    def _sum_up(self, backend: Any) -> None:
-        """Norm, factor and skip of the window."""
-        window, norm_type = self._window, self._options["norm_type"]
-        scale = None
-        if norm_type not in (1.0, 2.0, math.inf):
-            # |x / max|^p cannot overflow: the largest magnitude first.
-            window.has_partials = False
-            window.sum_norm(backend, math.inf)
-            scale = largest(window.partials[0]) if window.partials.numel() else None
-            window.has_partials = False
-        window.sum_norm(backend, norm_type, scale)
-        self._total.fill_(window.total)
-        self._divisor.fill_(self._divide_by() / window.sum_weight)
-        backend.finish_(
-            self._norm,
-            self._group_norms,
-            self._factor,
-            self._skip,
-            self._skipped,
-            window.partials,
-            self._spans,
-            self._limits(),
-            self._total,
-            self._divisor,
-            norm_type,
-            scale,
-            self._options["nonfinite"] != "propagate",
-        )
-
-    def _limits(self) -> Tensor:
-        shared = self._clip_once if self._clip_once is not None else self._options["max_norm"]
-        own_limits = [v for v in _group_max_norms(self.param_groups) if v is not None]
-        values = [math.inf if shared is None else shared, *own_limits]
-        if values != self._limits_key:
-            self._limits_key = values
-            self._limits_table = torch.tensor(values, dtype=torch.float64)
-        return self._limits_table
-
-    def _norm_report(self) -> None:
-        raise RuntimeError(
-            f"the window's gradient is not finite (norm {float(self._norm)}) and nonfinite='error': "
-            "parameters and optimizer state are unchanged and the window is still open. Look for the cause, "
-            "then discard() the window, or use nonfinite='skip'"
-        )
 
     def _end_window(self) -> None:
         self._reset_window()
@@ -806,136 +654,30 @@ class FusedAccumulator(Optimizer):
                         f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}."
                     )
 
-    # ----------------------------------------------------------------------------- take="backward"
-
-    def _take_now(self, param: Tensor) -> None:
-        """The hook of take="backward": moves a gradient out of ``.grad`` into the next bucket."""
-        task = graph_task()
-        if task not in self._backward_tasks:
-            self._backward_tasks.add(task)
-            reference = weakref.ref(self)
-
-            def end() -> None:
-                wrapper = reference()
-                if wrapper is not None:
-                    wrapper._end_backward(task)
-
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-            self._sync_slots()
-        slot = self._slot_of(param)
-        if slot is None or param.grad is None:
-            return
-        self._arrivals.noted.append(param)
-        with torch.no_grad():
-            grad = _dense(slot, param.grad)
-            param.grad = None
-            self._taken.append((slot, grad))
-            self._taken_bytes += grad.numel() * grad.element_size()
-            if self._taken_bytes >= BUCKET_BYTES:
-                self._add_taken()
-
-    def _end_backward(self, task: int) -> None:
-        with torch.no_grad():
-            self._add_taken()
-        self._backward_tasks.discard(task)
-
-    def _add_taken(self) -> None:
-        if not self._taken:
-            return
-        kind, items = self._pending_weight or ("plain", 1.0)
-        if items != 0.0:
-            self._window.add(
-                self._backend_for(self._taken),
-                self._taken,
-                items if kind == "weight" else 1.0,
-                keep=False,
-                partials=False,
-                norm_type=2.0,
-            )
-        self._added_pending = True
-        self._taken = []
-        self._taken_bytes = 0
-
-    def _slot_of(self, param: Tensor) -> Slot | None:
-        number = self._number_of.get(id(param))
-        if number is None:
-            self._sync_slots()
-            number = self._number_of.get(id(param))
-        return None if number is None else self._slots[number]
-
-    def _check_not_added(self, what: str) -> None:
-        if self._micro_step and (self._added_pending or self._taken):
-            raise RuntimeError(
-                f"{what}: with take='backward' its gradients were already added to earlier ones. Call "
-                "step() first, discard() the window, or use take='step'"
-            )
-
-    def _check_usable(self) -> None:
-        if self._backward_tasks and graph_task() == -1:
-            raise RuntimeError(
-                "a backward() raised after some of its gradients were added to the window "
-                "(take='backward'): the window is incomplete. Call discard() and start it again"
-            )
-
-    # ------------------------------------------------------------------------------------- slots
-
-    def _all_params(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+    # ----------------------------------------------------------------------------------------- slots
 
     def _sync_slots(self) -> None:
         """Follows the parameter groups, which may have changed in any way since the last call."""
-        listed = self._all_params()
-        if len(listed) != len(self._listed) or not all(map(is_, listed, self._listed)):
-            self._replace_slots(listed)
-        if self._micro_step == 0 and not self._added_pending and not self._taken:
-            self._lay_out_if_changed()
+        if self._roster.stale:
+            self._replace_slots()
+        elif self._micro_step == 0 and not self._pending.in_window:
+            self._lay_out()
 
-    def _replace_slots(self, listed: list[Tensor]) -> None:
-        self._add_taken()  # what has arrived is numbered by the old slots
-        found = unique_params(self.param_groups)
-        for param, group in found:
-            _check_param(param, group)
-        self._arrivals.watch([param for param, _ in found])
-        self._slots = [Slot(param, number, group) for number, (param, group) in enumerate(found)]
-        self._params = [slot.param for slot in self._slots]
-        self._number_of = {id(slot.param): slot.number for slot in self._slots}
-        self._listed = listed
-        self._rule.resize(self._slots)
-        self._plan_key = ()
-        self._lay_out_if_changed()
+    def _replace_slots(self) -> None:
+        self._pending.add_taken()  # what has arrived is numbered by the old slots
+        self._roster.replace(self._pending.arrivals.watch)
+        self._rule.resize(self._roster.slots)
+        self._lay_out()
 
-    def _lay_out_if_changed(self) -> None:
-        """New plans when a parameter's dtype or memory order or the norm groups changed."""
-        own_limits = _group_max_norms(self.param_groups)
-        key = (
-            [p.dtype for p in self._params],
-            [p.numel() for p in self._params],
-            [p.is_contiguous() or p.stride() for p in self._params],
-            [limit is not None for limit in own_limits],
-        )
-        if key == self._plan_key:
-            return
-        if self._plan_key:  # the same parameters in another guise: dtype or memory format
-            self._add_taken()
-            if key[1] != self._plan_key[1] and not self._window.empty:
-                raise RuntimeError(
-                    "a parameter changed its number of elements inside an open window, whose gradient "
-                    "no longer fits: flush() or discard() before resizing it"
-                )
-            self._slots = [Slot(s.param, s.number, s.group) for s in self._slots]
-            self._rule.resize(self._slots)
-        numbers, count = [], 0
-        for limit in own_limits:
-            count += limit is not None
-            numbers.append(count if limit is not None else 0)
-        self._norm_group_of = numbers
-        plans, spans, n_chunks = make_plans(self._slots, numbers, self._options["accumulate_dtype"])
-        device = self._norm.device
-        self._window.lay_out(plans, n_chunks, device)
-        self._spans = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3)
-        self._group_norms = torch.zeros(count + 1, dtype=torch.float64, device=device)
-        self._factor = torch.zeros(count + 1, dtype=torch.float64, device=device)
-        self._plan_key = key
+    def _lay_out(self) -> None:
+        """New layouts when a parameter's dtype or memory order or the norm groups changed."""
+        roster = self._roster
+        slots = roster.slots
+        if roster.lay_out(not self._window.empty, self._pending.add_taken):
+            self._window.lay_out(roster.plans, roster.n_chunks, self._outcome.device)
+            self._outcome.lay_out(roster.spans, max(roster.norm_group_of, default=0) + 1)
+            if roster.slots is not slots:
+                self._rule.resize(roster.slots)
 
     # ------------------------------------------------------------------------------------- state
 
@@ -973,12 +715,12 @@ class FusedAccumulator(Optimizer):
         entry = state_dict.pop("fastaccum", None)
         checkpoint.check_groups(state_dict, self.param_groups)
         if entry is not None:
-            checkpoint.check_window(entry, self._params, self.accumulation_steps)
+            checkpoint.check_window(entry, self._roster.params, self.accumulation_steps)
         # torch's load_state_dict takes tensors over where no conversion is needed: copy them first.
         state_dict["state"] = copy.deepcopy(state_dict["state"])
         self._inner.load_state_dict(state_dict)
         self._drop_window()
-        self._replace_slots(self._all_params())
+        self._replace_slots()
         if entry is not None:
             self.load_window_state_dict(entry)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -993,9 +735,11 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches.
         """
-        self._check_usable()
-        self._check_not_added("the open window cannot be saved without the pending micro-batch")
-        kept, sums = (False, {}) if self._added_pending else self._window.export()
+        self._pending.check_whole()
+        self._pending.check_apart(
+            self._micro_step, "the open window cannot be saved without the pending micro-batch"
+        )
+        kept, sums = (False, {}) if self._pending.added else self._window.export()
         return {
             "version": checkpoint.VERSION,
             "accumulation_steps": self.accumulation_steps,
@@ -1005,7 +749,7 @@ class FusedAccumulator(Optimizer):
             "kept": kept,
             "kept_weight": self._window.kept_weight,
             "gradients": sums,
-            "skipped": self._skipped.clone(),
+            "skipped": self._outcome.skipped.clone(),
         }
 
     def load_window_state_dict(self, entry: dict[str, Any]) -> None:
@@ -1015,15 +759,15 @@ class FusedAccumulator(Optimizer):
             ValueError: it does not fit these parameters; nothing has changed then.
         """
         self._sync_slots()
-        checkpoint.check_window(entry, self._params, self.accumulation_steps)
+        checkpoint.check_window(entry, self._roster.params, self.accumulation_steps)
         self._drop_window()
-        self._lay_out_if_changed()
-        self._window.restore(entry["kept"], dict(entry["gradients"]), self._norm.device)
+        self._lay_out()
+        self._window.restore(entry["kept"], dict(entry["gradients"]), self._outcome.device)
         self._window.kept_weight = float(entry["kept_weight"])
         self._window.total = float(entry["total_weight"])
         self._micro_step = int(entry["micro_step"])
         self._weight_kind = entry["weight_kind"]
-        self._skipped.copy_(entry["skipped"])
+        self._outcome.skipped.copy_(entry["skipped"])
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""
@@ -1031,9 +775,9 @@ class FusedAccumulator(Optimizer):
             "inner": self._inner,
             "options": dict(self._options),
             "window": self.window_state_dict(),
-            "norm": self._norm.clone(),
+            "norm": self._outcome.norm.clone(),
             "updated": self._updated,
-            "skip": self._skip.clone(),
+            "skip": self._outcome.skip.clone(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1043,90 +787,10 @@ class FusedAccumulator(Optimizer):
             return
         self._start(state["inner"], dict(state["options"]))
         self.load_window_state_dict(state["window"])
-        self._norm.copy_(state["norm"])
-        self._skip.copy_(state["skip"])
+        self._outcome.norm.copy_(state["norm"])
+        self._outcome.skip.copy_(state["skip"])
         self._updated = state["updated"]
 
 
 # torch patches `step` of Optimizer subclasses to run hooks on every call; here they run per window.
 FusedAccumulator.step.hooked = True  # type: ignore[attr-defined]
-
-
-def _dense(slot: Slot, grad: Tensor) -> Tensor:
-    """A gradient as a dense tensor in its slot's memory order."""
-    if grad.is_sparse:
-        grad = grad.coalesce().to_dense()
-    elif grad.layout != torch.strided:
-        grad = grad.to_dense()
-    if grad.shape != slot.param.shape:
-        raise RuntimeError(
-            f"the gradient of parameter {slot.number} has shape {list(grad.shape)}, the parameter has "
-            f"{list(slot.param.shape)}"
-        )
-    return slot.ordered(grad)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, FusedAccumulator):
-        raise TypeError("optimizer is a FusedAccumulator already: wrap the optimizer inside it once")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; build it first: "
-            "FusedAccumulator(torch.optim.AdamW(model.parameters()), accumulation_steps=4)"
-        )
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch.optim"):
-            raise ValueError(f"{kind.__name__} cannot be wrapped: {_REFUSED[kind.__name__]}")
-    for number, group in enumerate(optimizer.param_groups):
-        _check_group(group, number)
-
-
-def _check_group(group: dict[str, Any], number: int) -> None:
-    if group.get("differentiable"):
-        raise ValueError(
-            f"parameter group {number} has differentiable=True, which cannot be wrapped: the update is "
-            "not recorded by autograd"
-        )
-    for param in group["params"]:
-        _check_param(param, number)
-
-
-def _check_param(param: Tensor, group: int) -> None:
-    where = f"a parameter of group {group} (shape {list(param.shape)})"
-    if param.is_complex():
-        raise ValueError(f"{where} is complex: wrap torch.view_as_real of it, or leave it to another optimizer")
-    if param.layout != torch.strided:
-        raise ValueError(f"{where} is {param.layout}: only dense parameters are supported")
-    if not param.is_floating_point():
-        raise ValueError(f"{where} has dtype {param.dtype}: only floating-point parameters have gradients")
-    accumulation_dtype(param.dtype, None)
-    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(f"{where} has dtype {param.dtype}; float32, bfloat16, float16 and float64 are supported")
-
-
-def _device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
-    """The one device of all parameters."""
-    devices = {param.device for group in groups for param in group["params"]}
-    if len(devices) > 1:
-        raise ValueError(
-            f"parameters are on several devices ({', '.join(sorted(map(str, devices)))}): give each device's "
-            "parameters an optimizer and a FusedAccumulator of their own"
-        )
-    return devices.pop() if devices else torch.device("cpu")
-
-
-def _check_limits(groups: Sequence[dict[str, Any]], max_value: float | None) -> None:
-    limits = _group_max_norms(groups)
-    if max_value is not None and any(limit is not None for limit in limits):
-        raise ValueError(
-            f"a parameter group has its own max_norm ({limits}), and max_value={max_value}: they exclude each "
-            "other, clip by norm or by value"
-        )
-
-
-def _group_max_norms(groups: Sequence[dict[str, Any]]) -> list[float | None]:
-    """Each group's own limit, or None for the shared norm."""
-    return [
-        arguments.max_norm(group.get("max_norm"), f"param_groups[{i}]['max_norm']") for i, group in enumerate(groups)
-    ]
-

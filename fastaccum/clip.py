@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastaccum import arguments, backends
 from fastaccum.layout import Layout
+from fastaccum.window import largest
 
 
 @functools.lru_cache(maxsize=16)
@@ -116,12 +117,6 @@ def _permuted(tensor: Tensor) -> Tensor:
     """Any dense permutation as it lies in memory, else a row-major copy."""
     order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
     return tensor.permute(order) if tensor.permute(order).is_contiguous() else tensor.contiguous()
-
-
-def largest(maxima: Tensor) -> Tensor:
-    """What to divide by before taking powers; 1 where an inf would make inf / inf of itself."""
-    scale = maxima.max()
-    return torch.where(scale == math.inf, torch.ones_like(scale), scale)
 
 
 def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +41,23 @@ class Slot:
             return tensor
         copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
         return copy.copy_(tensor)
+
+    def taken(self, grad: Tensor) -> Tensor:
+        """A gradient as it goes into a window: dense, in this slot's memory order.
+
+        Raises:
+            RuntimeError: it has another shape than the parameter.
+        """
+        if grad.is_sparse:
+            grad = grad.coalesce().to_dense()
+        elif grad.layout != torch.strided:
+            grad = grad.to_dense()
+        if grad.shape != self.param.shape:
+            raise RuntimeError(
+                f"the gradient of parameter {self.number} has shape {list(grad.shape)}, the parameter has "
+                f"{list(self.param.shape)}"
+            )
+        return self.ordered(grad)
 
     def empty(self) -> Tensor:
         """An uninitialised tensor like the parameter, in this slot's memory order."""
@@ -145,15 +161,3 @@ def make_plans(
         spans += [(group, chunks + begin, chunks + end) for group, begin, end in layout.spans]
         chunks += layout.n_chunks
     return plans, spans, chunks
-
-
-def unique_params(groups: Sequence[dict[str, Any]]) -> list[tuple[Tensor, int]]:
-    """(parameter, group number), each physical parameter once, at its first place."""
-    seen: set[int] = set()
-    found = []
-    for number, group in enumerate(groups):
-        for param in group["params"]:
-            if id(param) not in seen:
-                seen.add(id(param))
-                found.append((param, number))
-    return found

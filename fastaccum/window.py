@@ -6,6 +6,7 @@ overwrites. The window knows gradients and their weights; it does not know optim
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from operator import gt
@@ -251,6 +252,12 @@ class Window:
             "kept": sum(g.untyped_storage().nbytes() for g in self.kept.values()),
             "partials": self.partials.numel() * self.partials.element_size(),
         }
+
+
+def largest(maxima: Tensor) -> Tensor:
+    """What to divide by before taking powers; 1 where an inf would make inf / inf of itself."""
+    scale = maxima.max()
+    return torch.where(scale == math.inf, torch.ones_like(scale), scale)
 
 
 def _scalar(value: float) -> Tensor:

@@ -163,6 +163,8 @@ class ContractModel:
                 grad = param.grad.to(self._sum_dtype(param))
                 held[param] = held[param] + grad if param in held else grad
         kind, items = given or self.pending_weight or ("plain", 1.0 if held else 0.0)
+        if not held and self.pending_weight is None:
+            items = 0.0  # no backward, no weight
         if kind == "plain" and held:
             self._agree((kind, 1.0))
 

@@ -1,4 +1,4 @@
-"""What FusedAccumulator is held to: the plain loop, one tensor at a time, in float64 and in stock dtypes.
+"""What FusedAccumulator is held to: the plain loop, one tensor at a time, float64 and in kind.
 
 A micro-batch is a pair (weight, gradients), a gradient None where the parameter took no part.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastaccum import backends
+from fastaccum import FusedAccumulator, backends
 from fastaccum.ops import DTYPES
 
 MicroBatch = tuple[float, Sequence[Tensor | None]]
@@ -44,6 +44,12 @@ def send(params: Tensor | Sequence[Tensor], grads: Any) -> None:
         torch.stack(losses).sum().backward()
 
 
+def fused(params: Any, accumulation_steps: int = 1, **options: Any) -> FusedAccumulator:
+    """SGD with lr 1 from 0: the parameter is minus the sum of the windows' gradients."""
+    params = [params] if isinstance(params, Tensor) else params
+    return FusedAccumulator(torch.optim.SGD(params, lr=1.0), accumulation_steps, **options)
+
+
 def stock(kind: type, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """A stock optimizer whose step is the single-tensor loop, where it has others."""
     options = {"foreach": False, **options}
@@ -64,7 +70,7 @@ def run_window(
     norm_type: float = 2.0,
     max_value: float | None = None,
 ) -> Tensor:
-    """One window of the plain loop in the parameters' own dtype; returns the norm before clipping."""
+    """One window of the plain loop in the parameters' dtype; returns the norm before clipping."""
     divisor = sum(weight for weight, _ in micro_batches) if divisor is None else divisor
     for i, param in enumerate(params):
         param.grad = None
@@ -108,7 +114,7 @@ def error(params: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
-    """Everything that a refused call must leave alone: parameters, gradients, groups, state, window."""
+    """All that a refused call must leave alone: parameters, gradients, groups, state, window."""
     groups = [
         {k: list(map(id, v)) if k == "params" else v for k, v in group.items()}
         for group in optimizer.param_groups

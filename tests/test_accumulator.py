@@ -1,9 +1,8 @@
-"""Windows, micro-batches, weights and counters: contract items 1 to 6."""
+"""Windows, micro-batches and counters: contract items 1 to 4, 12 and 13."""
 
 from __future__ import annotations
 
 import math
-import random
 import warnings
 
 import pytest
@@ -13,19 +12,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from fastaccum import FusedAccumulator  # noqa: E402
-from tests.oracle import each_backend, each_take, parameter, send, unchanged  # noqa: E402
+from tests.oracle import each_backend, each_take, fused, parameter, send, unchanged  # noqa: E402
 
 pytestmark = [pytest.mark.native, pytest.mark.quick]
 SGD = torch.optim.SGD
 
 
-def fused(params, accumulation_steps=1, lr=1.0, **options):
-    """SGD with lr 1 from 0: the parameter is minus the sum of the windows' gradients."""
-    params = [params] if isinstance(params, torch.Tensor) else params
-    return FusedAccumulator(SGD(params, lr=lr), accumulation_steps, **options)
-
-
-# ------------------------------------------------------------------------------------------- windows
+# ------------------------------------------------------------------------------------------ windows
 
 
 @each_take
@@ -146,7 +139,12 @@ def test_accumulation_steps_change_between_windows_only(take):
     send(p, 1.0)
     optimizer.step()
     assert optimizer.updated and p.item() == -2.0
-    for wrong, exception in ((0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)):
+    for wrong, exception in (
+        (0, ValueError),
+        (-1, ValueError),
+        (True, TypeError),
+        (2.0, TypeError),
+    ):
         with pytest.raises(exception, match="accumulation_steps must be"):
             optimizer.accumulation_steps = wrong
     assert optimizer.accumulation_steps == 1
@@ -191,7 +189,9 @@ def test_y01_a_loop_with_its_own_count_is_warned_once(take):
             send(p, 1.0)
             if (i + 1) % 2 == 0:
                 optimizer.step()
-    messages = [w for w in caught if "exactly accumulation_steps=2 backward calls" in str(w.message)]
+    messages = [
+        w for w in caught if "exactly accumulation_steps=2 backward calls" in str(w.message)
+    ]
     assert len(messages) == 1 and "delete" in str(messages[0].message)
     assert messages[0].filename == __file__
 
@@ -210,7 +210,7 @@ def test_a_right_loop_is_not_warned(take, calls, steps):
             optimizer.step()
 
 
-# ------------------------------------------------------------------------------ nothing is ever lost
+# ----------------------------------------------------------------------------- nothing is ever lost
 
 
 class Breaks(torch.autograd.Function):
@@ -345,214 +345,7 @@ def test_gradients_that_are_views_of_one_tensor():
     assert params[0].tolist() == [-1.5, -3.0] and params[1].item() == -4.5
 
 
-# ------------------------------------------------------------------------------------------- weights
-
-
-@each_backend
-@pytest.mark.parametrize("steps", [1, 2, 4, 8])
-def test_n03_the_mean_does_not_depend_on_the_number_of_micro_batches(backend, steps):
-    rows = torch.arange(1.0, 9.0).view(8, 1) * torch.tensor([1.0, -0.3, 7.0])
-    p = parameter(0.0, 0.0, 0.0)
-    optimizer = fused(p, steps, backend=backend)
-    for part in rows.chunk(steps):
-        (part @ p).mean().backward()
-        optimizer.step()
-    torch.testing.assert_close(p.detach(), -rows.mean(0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(optimizer.norm, rows.mean(0).norm(), rtol=1e-6, atol=0)
-
-
-A, B, EMPTY = torch.ones(2), torch.full((6,), 5.0), torch.ones(0)
-
-
-@each_take
-@each_backend
-@pytest.mark.parametrize("how", ["backward weight", "step weight", "backward count", "step count"])
-@pytest.mark.parametrize("tensor", [False, True])
-def test_n01_micro_batches_count_by_their_items(take, backend, how, tensor):
-    if how == "step weight" and take == "backward":
-        pytest.skip("refused, see test_take_backward")
-    for parts, expected in (([A, B], 4.0), ([A, EMPTY], 1.0), ([EMPTY, B], 5.0), ([EMPTY, EMPTY], None)):
-        w = parameter(1.0)
-        optimizer = FusedAccumulator(
-            torch.optim.Adam([w], lr=0.5), len(parts), take=take, backend=backend
-        )
-        for x in parts:
-            n = torch.tensor(len(x)) if tensor else len(x)
-            loss = (w * x).mean() if "weight" in how else (w * x).sum()
-            if how == "backward weight":
-                optimizer.backward(loss, weight=n)
-                optimizer.step()
-            elif how == "backward count":
-                optimizer.backward(loss, count=n)
-                optimizer.step()
-            else:
-                loss.backward()
-                optimizer.step(**{how.split()[1]: n})
-        assert optimizer.updated
-        if expected is None:
-            assert not optimizer.stepped and optimizer.norm.item() == 0.0
-            assert w.item() == 1.0 and not optimizer.state[w] and optimizer.skipped.item() == 0
-        else:
-            assert optimizer.stepped and optimizer.norm.item() == pytest.approx(expected)
-            assert optimizer.state[w]["exp_avg"].item() == pytest.approx(expected * 0.1)
-
-
-@pytest.mark.parametrize("mode", ["mean", "sum", "weighted", "pre-normalised"])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_n02_exactly_one_normalisation(mode, steps):
-    x = torch.tensor([1.0, 1, 5, 5, 5, 5, 5, 5])
-    w = parameter(0.0)
-    reduction = "sum" if mode == "pre-normalised" else "mean"
-    optimizer = fused(w, steps, reduction=reduction)
-    for part in x.chunk(steps):
-        if mode == "mean":
-            (w * part).mean().backward()
-            optimizer.step()
-        elif mode == "sum":
-            optimizer.backward((w * part).sum(), count=len(part))
-            optimizer.step()
-        elif mode == "weighted":
-            optimizer.backward((w * part).mean(), weight=len(part))
-            optimizer.step()
-        else:
-            ((w * part).sum() / 8).backward()
-            optimizer.step()
-    assert w.item() == -4.0 and optimizer.norm.item() == 4.0
-
-
-@each_take
-@each_backend
-@pytest.mark.parametrize("kind", ["weight", "count"])
-def test_a_window_does_not_depend_on_how_the_examples_are_split(take, backend, kind):
-    rng = random.Random(3)
-    x = torch.randn(40, 5, dtype=torch.float64)
-    truth = -x.mean(0)
-    for _ in range(6):
-        cuts = sorted(rng.choices(range(41), k=rng.randrange(6)))
-        parts = [x[a:b] for a, b in zip([0, *cuts], [*cuts, 40], strict=True)]
-        p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        optimizer = fused(p, len(parts), take=take, backend=backend)
-        for part in parts:
-            rows = part @ p
-            loss = rows.mean() if kind == "weight" else rows.sum()
-            optimizer.backward(loss, **{kind: len(part)})
-            optimizer.step()
-        assert optimizer.updated
-        torch.testing.assert_close(p.detach(), truth, rtol=1e-13, atol=1e-15)
-
-
-@each_take
-def test_reduction_sum_never_divides(take):
-    p = parameter(0.0)
-    optimizer = fused(p, 3, reduction="sum", take=take)
-    for grad, n in ((1.0, 2), (2.0, 3)):
-        optimizer.backward((p * grad).sum(), weight=n)
-        optimizer.step()
-    assert optimizer.grad(p).item() == 8.0
-    optimizer.flush()
-    assert p.item() == -8.0
-
-
-@each_take
-def test_a_step_without_a_backward_weighs_nothing_but_counts(take):
-    p = parameter(0.0)
-    optimizer = fused(p, 3, take=take)
-    optimizer.step()
-    send(p, 6.0)
-    optimizer.step()
-    optimizer.step()
-    assert optimizer.updated and optimizer.stepped and p.item() == -6.0
-    for _ in range(3):
-        optimizer.step()
-    assert optimizer.updated and not optimizer.stepped and p.item() == -6.0
-
-
-def test_the_loss_is_never_multiplied_by_the_weight():
-    p = parameter(0.0, dtype=torch.float16)
-    optimizer = fused(p, 2)
-    for n in (1_000_000, 3_000_000):
-        optimizer.backward((p * 2.0).sum(), weight=n)
-        assert p.grad.item() == 2.0
-        optimizer.step()
-    assert optimizer.stepped and p.item() == -2.0
-
-
-def test_the_micro_batch_weight_counts_once():
-    p = parameter(0.0)
-    optimizer = fused(p, 2)
-    for n, calls in ((1, 1), (3, 2)):
-        for _ in range(calls):
-            optimizer.backward((p * 2.0).sum(), weight=n)
-        optimizer.step(weight=n)
-    assert p.item() == -(1 * 2.0 + 3 * 4.0) / 4
-
-
-def test_backward_passes_its_options_on():
-    p = parameter(2.0)
-    optimizer = fused(p)
-    loss = (p**2).sum()
-    optimizer.backward(loss, weight=1, retain_graph=True)
-    optimizer.backward(loss, weight=1)
-    with pytest.raises(RuntimeError, match="second time"):
-        optimizer.backward(loss, weight=1)
-    optimizer.step()
-    assert p.item() == 2.0 - 8.0
-
-
-@pytest.mark.parametrize(
-    ("before", "during", "match"),
-    [
-        ({"weight": 2}, {"weight": 3}, "same weight.*weight=3 after weight=2"),
-        ({"weight": 2}, {"count": 2}, "same weight.*count=2 after weight=2"),
-        ({"weight": 2}, {}, "same weight"),
-        ({}, {"weight": 2, "count": 2}, "not both"),
-        ({}, {"weight": -1}, "weight must be finite and at least 0.*got -1"),
-        ({}, {"weight": math.nan}, "weight must be finite.*nan"),
-        ({}, {"count": math.inf}, "count must be finite.*inf"),
-        ({}, {"weight": torch.ones(2)}, "weight must be a number or a 0-d"),
-        ({}, {"weight": torch.tensor(True)}, "weight must be a number or a 0-d"),
-    ],
-)
-def test_a_wrong_weight_is_refused_before_backward_runs(before, during, match):
-    p = parameter(0.0)
-    optimizer = fused(p, 2)
-    optimizer.backward((p * 1.0).sum(), weight=2)
-    optimizer.step()
-    if before:
-        optimizer.backward((p * 1.0).sum(), **before)
-    unchanged(optimizer, lambda: optimizer.backward((p * 5.0).sum(), **during), ValueError, match)
-    if not before:
-        send(p, 1.0)
-    optimizer.step(weight=2)
-    assert p.item() == -1.0
-
-
-@pytest.mark.parametrize("wrong", [True, "2", [2]])
-def test_a_weight_of_a_wrong_type_is_refused(wrong):
-    p = parameter(0.0)
-    optimizer = fused(p, 2)
-    send(p, 1.0)
-    unchanged(optimizer, lambda: optimizer.step(weight=wrong), TypeError, "weight must be a number")
-    unchanged(optimizer, lambda: optimizer.step(count=wrong), TypeError, "count must be a number")
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [({}, {"weight": 2}), ({"weight": 2}, {}), ({"weight": 2}, {"count": 2}), ({"count": 2}, {})],
-)
-def test_a_window_is_weighted_throughout_or_not_at_all(first, second):
-    p = parameter(0.0)
-    optimizer = fused(p, 2)
-    send(p, 1.0)
-    optimizer.step(**first)
-    send(p, 5.0)
-    unchanged(optimizer, lambda: optimizer.step(**second), ValueError, "weighted throughout or not")
-    assert optimizer.flush() and p.item() == (-0.5 if "count" in first else -1.0)
-    optimizer.step(**second)
-    assert optimizer.micro_step == 1
-
-
-# ------------------------------------------------------------------------------------------ counters
+# ----------------------------------------------------------------------------------------- counters
 
 
 @each_take
@@ -579,8 +372,17 @@ def test_norm_and_skipped_are_the_same_tensors_every_window(backend):
     p = parameter(0.0, 0.0)
     optimizer = fused(p, backend=backend)
     norm, skipped = optimizer.norm, optimizer.skipped
-    assert (norm.dtype, norm.dim(), skipped.dtype, skipped.dim()) == (torch.float32, 0, torch.int64, 0)
-    for grad, expected, count in (([3.0, 4.0], 5.0, 0), ([math.inf, 0], math.inf, 1), ([0, 2], 2.0, 1)):
+    assert (norm.dtype, norm.dim(), skipped.dtype, skipped.dim()) == (
+        torch.float32,
+        0,
+        torch.int64,
+        0,
+    )
+    for grad, expected, count in (
+        ([3.0, 4.0], 5.0, 0),
+        ([math.inf, 0], math.inf, 1),
+        ([0, 2], 2.0, 1),
+    ):
         send(p, torch.tensor(grad))
         optimizer.step()
         assert optimizer.norm is norm and optimizer.skipped is skipped

@@ -29,7 +29,8 @@ def refused(exception, match, *args, **options):
 
 @pytest.mark.parametrize(
     ("value", "exception"),
-    [(0, ValueError), (-4, ValueError), (1.0, TypeError), (True, TypeError), ("4", TypeError), (None, TypeError)],
+    [(0, ValueError), (-4, ValueError), (1.0, TypeError), (True, TypeError), ("4", TypeError),
+     (None, TypeError)],
 )  # fmt: skip
 def test_a01_accumulation_steps(value, exception):
     match = rf"accumulation_steps must be .*{value}"
@@ -59,17 +60,26 @@ def test_limits_that_are_right():
 
 
 def test_clip_by_norm_or_by_value():
-    refused(ValueError, "max_norm=1.0 and max_value=2.0 exclude each other", max_norm=1.0, max_value=2.0)
+    refused(
+        ValueError, "max_norm=1.0 and max_value=2.0 exclude each other", max_norm=1.0, max_value=2.0
+    )
     p = parameter(0.0)
     inner = SGD([{"params": [p], "max_norm": 1.0}], lr=1.0)
-    unchanged(inner, lambda: FusedAccumulator(inner, max_value=2.0), ValueError, "max_norm.*max_value")
+    unchanged(
+        inner, lambda: FusedAccumulator(inner, max_value=2.0), ValueError, "max_norm.*max_value"
+    )
 
 
 @pytest.mark.parametrize(("value", "exception"), NUMBERS)
 def test_a_groups_own_max_norm(value, exception):
     p = parameter(0.0)
     inner = SGD([{"params": [parameter(0.0)]}, {"params": [p], "max_norm": value}], lr=1.0)
-    unchanged(inner, lambda: FusedAccumulator(inner), exception, r"param_groups\[1\]\['max_norm'\] must be")
+    unchanged(
+        inner,
+        lambda: FusedAccumulator(inner),
+        exception,
+        r"param_groups\[1\]\['max_norm'\] must be",
+    )
     assert not p._post_accumulate_grad_hooks
 
 
@@ -89,7 +99,9 @@ def test_words(name, allowed, value):
 
 @pytest.mark.parametrize("value", ["float32", torch.int32, torch.complex64, float, 32])
 def test_accumulate_dtype(value):
-    refused((ValueError, TypeError), "accumulate_dtype must be None or one of", accumulate_dtype=value)
+    refused(
+        (ValueError, TypeError), "accumulate_dtype must be None or one of", accumulate_dtype=value
+    )
 
 
 @pytest.mark.parametrize("name", ["master_weights", "shard_optimizer", "fuse_weight_gradients"])
@@ -116,7 +128,11 @@ def test_what_is_not_built_yet_says_so(name, value):
 
 
 def test_backends():
-    refused(ValueError, "backend must be one of auto, native, triton, reference, got 'cuda'", backend="cuda")
+    refused(
+        ValueError,
+        "backend must be one of auto, native, triton, reference, got 'cuda'",
+        backend="cuda",
+    )
     refused(ValueError, "backend must be one of .*None", backend=None)
     refused(RuntimeError, "backend 'triton' cannot run on cpu: .*backend='auto'", backend="triton")
 
@@ -138,7 +154,9 @@ def test_arguments_are_by_name():
 
 @pytest.mark.parametrize("wrong", [None, SGD, [parameter(0.0)], nn.Linear(1, 1), "SGD"])
 def test_something_that_is_no_optimizer(wrong):
-    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got .*build it first"):
+    with pytest.raises(
+        TypeError, match="optimizer must be a torch.optim.Optimizer, got .*build it first"
+    ):
         FusedAccumulator(wrong)
 
 
@@ -154,7 +172,9 @@ def test_optimizers_that_cannot_be_wrapped():
     for kind in (torch.optim.LBFGS, OwnLBFGS, torch.optim.SparseAdam):
         inner = kind([parameter(0.0)])
         name = kind.__name__.removeprefix("Own")
-        unchanged(inner, lambda i=inner: FusedAccumulator(i), ValueError, f"{name} cannot be wrapped: it")
+        unchanged(
+            inner, lambda i=inner: FusedAccumulator(i), ValueError, f"{name} cannot be wrapped: it"
+        )
 
 
 @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam, torch.optim.RMSprop])
@@ -166,7 +186,10 @@ def test_differentiable_optimizers(kind):
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
-        (torch.zeros(2, dtype=torch.complex64), r"group 1 \(shape \[2\]\) is complex: .*view_as_real"),
+        (
+            torch.zeros(2, dtype=torch.complex64),
+            r"group 1 \(shape \[2\]\) is complex: .*view_as_real",
+        ),
         (torch.zeros(2, dtype=torch.int64), "dtype torch.int64"),
         (torch.zeros(2, dtype=torch.float8_e4m3fn), "dtype torch.float8_e4m3fn"),
         (torch.zeros(2, device="meta"), "several devices.*cpu, meta.*of their own"),

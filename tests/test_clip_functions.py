@@ -35,7 +35,8 @@ def layouts(dtype):
     """The same numbers in many layouts, none of them shared."""
     big = torch.randn(12, 14).to(dtype)
     return [
-        big[:, :7].clone(), big.t().clone(memory_format=torch.preserve_format).t()[:5], big[::2, 1::3],
+        big[:, :7].clone(), big.t().clone(memory_format=torch.preserve_format).t()[:5],
+        big[::2, 1::3],
         torch.randn(2, 3, 4, 5).to(dtype).to(memory_format=torch.channels_last), big[3, 3].clone(),
         torch.randn(700).to(dtype)[1:],
     ]  # fmt: skip
@@ -103,7 +104,13 @@ def test_u01_a_float32_norm_neither_overflows_nor_underflows(norm_type):
 
 
 def test_c04_nothing_to_clip_is_a_norm_of_0():
-    for nothing in ([], iter([]), [parameter(1.0)], parameter(1.0), (parameter(1.0) for _ in range(2))):
+    for nothing in (
+        [],
+        iter([]),
+        [parameter(1.0)],
+        parameter(1.0),
+        (parameter(1.0) for _ in range(2)),
+    ):
         norm = clip_grad_norm_(nothing, 1.0)
         assert norm.dim() == 0 and norm.item() == 0.0
     assert get_total_norm([]).item() == 0.0

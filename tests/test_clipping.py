@@ -55,7 +55,9 @@ def test_c01_the_window_is_clipped_and_not_the_micro_batch(take, backend, reduct
         send(p, torch.tensor(grad) * k)
         optimizer.step()
     assert optimizer.norm.item() == 5.0
-    torch.testing.assert_close(-p.detach(), torch.tensor([0.6, 0.8]) * 5 / 5.000001, rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        -p.detach(), torch.tensor([0.6, 0.8]) * 5 / 5.000001, rtol=3e-7, atol=0
+    )
 
 
 @each_backend
@@ -152,7 +154,12 @@ def test_max_norm_may_be_assigned():
     send(p, 8.0)
     optimizer.step()
     assert p.item() == pytest.approx(-10.0)
-    for wrong, exception in ((0, ValueError), (NAN, ValueError), (True, TypeError), ("1", TypeError)):
+    for wrong, exception in (
+        (0, ValueError),
+        (NAN, ValueError),
+        (True, TypeError),
+        ("1", TypeError),
+    ):
         with pytest.raises(exception, match="max_norm must be"):
             optimizer.max_norm = wrong
     assert optimizer.max_norm is None
@@ -194,7 +201,7 @@ def test_a_foreign_clip_of_a_pending_gradient_is_warned_once():
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
-# ------------------------------------------------------------------------------------ the global norm
+# ---------------------------------------------------------------------------------- the global norm
 
 
 @each_backend
@@ -213,7 +220,9 @@ def test_d01_sixteen_bit_norms_are_float32(backend, dtype):
         assert optimizer.norm.dtype == torch.float32
         assert optimizer.norm.item() == pytest.approx(exact.item(), rel=1e-7)
         clipped = p.detach().double().norm().item()
-        assert clipped == pytest.approx(min(1.0, exact.item()), rel=torch.finfo(dtype).eps * 2 + 1e-5)
+        assert clipped == pytest.approx(
+            min(1.0, exact.item()), rel=torch.finfo(dtype).eps * 2 + 1e-5
+        )
 
 
 @each_backend
@@ -229,7 +238,9 @@ def test_u01_the_norm_is_finite_whenever_it_fits_float32(backend, norm_type):
         optimizer.step()
         assert optimizer.norm.item() == pytest.approx(exact, rel=1e-6)
         factor = min(1.0, 1.0 / (exact + 1e-6))
-        torch.testing.assert_close(p.detach(), torch.full((128,), -value * factor), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            p.detach(), torch.full((128,), -value * factor), rtol=1e-5, atol=0
+        )
 
 
 @each_backend

@@ -216,7 +216,11 @@ def test_keys_names_dtypes_and_devices_are_stocks(kind, options):
             mine = ours["state"][number][key]
             assert type(mine) is type(value), key
             if isinstance(value, torch.Tensor):
-                assert (mine.dtype, mine.shape, mine.device) == (value.dtype, value.shape, value.device)
+                assert (mine.dtype, mine.shape, mine.device) == (
+                    value.dtype,
+                    value.shape,
+                    value.device,
+                )
 
 
 def test_entries_own_their_memory():
@@ -379,7 +383,10 @@ REFUSED = {
     "a parameter missing": (without("param_groups", 0, "params", 0), "parameter groups of"),
     "a moment missing": (without("state", 1, "exp_avg_sq"), "parameter 1.*exp_avg_sq"),
     "a step missing": (without("state", 2, "step"), "parameter 2.*step"),
-    "a moment's shape": (put(torch.zeros(3), "state", 1, "exp_avg"), r"exp_avg of parameter 1.*\[3\]"),
+    "a moment's shape": (
+        put(torch.zeros(3), "state", 1, "exp_avg"),
+        r"exp_avg of parameter 1.*\[3\]",
+    ),
     "a moment of another kind": (put(3, "state", 1, "exp_avg"), "exp_avg of parameter 1"),
     "a group without its options": (without("param_groups", 0, "betas"), "betas"),
     # From here on in the open window's entry.
@@ -387,8 +394,14 @@ REFUSED = {
     "no window version": (put("a", "fastaccum", "version"), "version"),
     "an entry of another kind": (put(3, "fastaccum"), "'fastaccum' entry is not whole"),
     "an unknown parameter": (put({99: torch.ones(1)}, "fastaccum", "gradients"), "parameter 99"),
-    "a gradient's shape": (put(torch.ones(3), "fastaccum", "gradients", 0), r"gradient of parameter 0.*\[3\]"),
-    "a gradient of another kind": (put("a", "fastaccum", "gradients", 0), "gradient of parameter 0"),
+    "a gradient's shape": (
+        put(torch.ones(3), "fastaccum", "gradients", 0),
+        r"gradient of parameter 0.*\[3\]",
+    ),
+    "a gradient of another kind": (
+        put("a", "fastaccum", "gradients", 0),
+        "gradient of parameter 0",
+    ),
     "a complex gradient": (
         put(torch.ones(5, 3, dtype=torch.complex64), "fastaccum", "gradients", 0),
         "gradient of parameter 0",
@@ -405,7 +418,7 @@ REFUSED = {
     "a kept weight of another kind": (put(None, "fastaccum", "kept_weight"), "kept_weight"),
     "a count of another kind": (put("many", "fastaccum", "skipped"), "skipped"),
     **{f"no {key}": (without("fastaccum", key), f"not whole.*{key}") for key in WINDOW},
-}  # fmt: skip
+}
 
 
 OF_THE_WINDOW = [change for name, (change, _) in REFUSED.items() if name not in list(REFUSED)[:9]]
@@ -426,7 +439,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(change, m
     if change in OF_THE_WINDOW:
         entry = state["fastaccum"]
         unchanged(
-            optimizer, lambda: optimizer.load_window_state_dict(entry), (ValueError, TypeError), match
+            optimizer,
+            lambda: optimizer.load_window_state_dict(entry),
+            (ValueError, TypeError),
+            match,
         )
     for i in range(3):
         micro_batch(params, i)
@@ -446,14 +462,22 @@ def test_another_optimizers_checkpoint_is_refused(kind, foreign):
     params, optimizer = build(kind, {})
     micro_batch(params, 1)
     optimizer.step()
-    unchanged(optimizer, lambda: optimizer.load_state_dict(other.state_dict()), ValueError, "betas|dampening")
+    unchanged(
+        optimizer,
+        lambda: optimizer.load_state_dict(other.state_dict()),
+        ValueError,
+        "betas|dampening",
+    )
 
 
 def test_not_a_checkpoint_at_all():
     _, optimizer = build(Adam, {})
     for wrong in (None, [], 3, nn.Linear(2, 2).state_dict()):
         unchanged(
-            optimizer, lambda w=wrong: optimizer.load_state_dict(w), (ValueError, TypeError), "state"
+            optimizer,
+            lambda w=wrong: optimizer.load_state_dict(w),
+            (ValueError, TypeError),
+            "state",
         )
     for wrong in (None, [], 3, {}):
         unchanged(

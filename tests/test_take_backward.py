@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from fastaccum import FusedAccumulator, accumulator  # noqa: E402
+from fastaccum import FusedAccumulator, pending  # noqa: E402
 from tests.oracle import (  # noqa: E402
     assert_identical,
     each_backend,
@@ -48,7 +48,7 @@ def test_gradients_are_gone_after_backward_and_count_at_step(backend):
 @pytest.mark.parametrize("kind", [SGD, AdamW, RMSprop])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_any_bucket_gives_what_the_loop_gives(monkeypatch, backend, bucket, kind, steps):
-    monkeypatch.setattr(accumulator, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(pending, "BUCKET_BYTES", bucket)
     torch.manual_seed(2)
     shapes = [(5, 3), (0,), (), (9, 9), (40,)]
     params = [nn.Parameter(torch.randn(s)) for s in shapes]
@@ -188,7 +188,7 @@ def test_zero_grad_drops_the_pending_micro_batch_while_it_can():
 
 @pytest.mark.parametrize("bucket", [1, 1 << 20])
 def test_a_backward_that_raised_after_some_were_taken_blocks_until_discard(monkeypatch, bucket):
-    monkeypatch.setattr(accumulator, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(pending, "BUCKET_BYTES", bucket)
     p, q = parameter(0.0), parameter(0.0)
     optimizer = fused([p, q])
     send([p, q], [1.0, 1.0])
@@ -274,18 +274,18 @@ def test_a_parameter_that_is_in_no_group_keeps_its_gradient():
 
 
 def test_memory_is_the_buffer_and_one_bucket(monkeypatch):
-    monkeypatch.setattr(accumulator, "BUCKET_BYTES", 4096)
+    monkeypatch.setattr(pending, "BUCKET_BYTES", 4096)
     params = [nn.Parameter(torch.zeros(1024)) for _ in range(16)]
     optimizer = fused(params, 4)
     most = 0
-    add = accumulator.FusedAccumulator._add_taken
+    add = pending.Pending.add_taken
 
     def spy(self):
         nonlocal most
-        most = max(most, sum(g.numel() * 4 for _, g in self._taken))
+        most = max(most, sum(g.numel() * 4 for _, g in self.taken))
         add(self)
 
-    monkeypatch.setattr(accumulator.FusedAccumulator, "_add_taken", spy)
+    monkeypatch.setattr(pending.Pending, "add_taken", spy)
     for _ in range(3):
         send(params, [torch.ones(1024)] * 16)
         optimizer.step()

@@ -1,0 +1,105 @@
+"""What the end of a window decides, on the device: norm, clip factors, skip, how many were skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+
+from fastaccum.window import Window, largest
+
+
+class Outcome:
+    """The decision's tensors, the same ones every window.
+
+    Attributes:
+        norm: float32 0-d, before clipping.
+        group_norms: float64 ``[n_norm_groups]``.
+        factor: float64 ``[n_norm_groups]``: what the window's sum is multiplied by.
+        skip: int32 0-d: the update must not happen.
+        skipped: int64 0-d: updates skipped for a gradient that was not finite.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocates on ``device``."""
+        self.norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.skip = torch.zeros((), dtype=torch.int32, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._divisor = torch.ones((), dtype=torch.float64, device=device)
+        self._total = torch.ones((), dtype=torch.float64, device=device)
+        self._limits = torch.zeros(0, dtype=torch.float64)
+        self._limits_key: list[float] = []
+        self.lay_out([], 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.norm.device
+
+    def moved(self, device: torch.device) -> Outcome:
+        """The same outcome on another device: the model was moved after wrapping."""
+        new = Outcome(device)
+        new.norm.copy_(self.norm)
+        new.skipped.copy_(self.skipped)
+        return new
+
+    def lay_out(self, spans: Sequence[tuple[int, int, int]], n_norm_groups: int) -> None:
+        """Takes a new layout's norm groups over."""
+        self._spans = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3)
+        self.group_norms = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
+        self.factor = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
+
+    def nothing(self) -> None:
+        """The window holds no gradient: norm 0, no update."""
+        self.norm.zero_()
+        self.skip.fill_(1)
+
+    def decide(
+        self,
+        backend: SimpleNamespace,
+        window: Window,
+        divisor: float,
+        limits: Sequence[float],
+        norm_type: float,
+        skip_nonfinite: bool,
+    ) -> None:
+        """Fills the tensors for a window that holds gradients.
+
+        Args:
+            backend: the ops.
+            window: with its total weight.
+            divisor: what its sum is divided by.
+            limits: max_norm of each norm group; inf does not clip.
+            norm_type: p.
+            skip_nonfinite: whether a gradient that is not finite skips the update.
+        """
+        scale = None
+        if norm_type not in (1.0, 2.0, math.inf):
+            # |x / max|^p cannot overflow: the largest magnitude first.
+            window.has_partials = False
+            window.sum_norm(backend, math.inf)
+            scale = largest(window.partials[0]) if window.partials.numel() else None
+            window.has_partials = False
+        window.sum_norm(backend, norm_type, scale)
+        self._total.fill_(window.total)
+        self._divisor.fill_(divisor / window.sum_weight)
+        if limits != self._limits_key:
+            self._limits_key = list(limits)
+            self._limits = torch.tensor(self._limits_key, dtype=torch.float64)
+        backend.finish_(
+            self.norm,
+            self.group_norms,
+            self.factor,
+            self.skip,
+            self.skipped,
+            window.partials,
+            self._spans,
+            self._limits,
+            self._total,
+            self._divisor,
+            norm_type,
+            scale,
+            skip_nonfinite,
+        )

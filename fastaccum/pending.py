@@ -1,0 +1,216 @@
+"""The pending micro-batch: what has arrived since the last ``step()``, and its weight.
+
+With ``take="step"`` the gradients lie in ``.grad`` and are only noted. With ``take="backward"`` the
+hooks move them out of ``.grad`` while backward runs, in buckets, into the window.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastaccum import arguments
+from fastaccum.arrivals import Arrivals, graph_task
+from fastaccum.slots import Slot
+from fastaccum.window import Entry
+
+# take="backward" adds gradients when this many bytes have arrived: well inside a CPU's last cache,
+# where what backward has just written is still warm, and large enough to hide a call's 20 us.
+BUCKET_BYTES = 4 << 20
+
+Weight = tuple[str, float]  # ("plain" | "weight" | "count", items)
+_WORDS = {"plain": "no weight", "weight": "weight=", "count": "count="}
+
+
+def given(weight: Any, count: Any) -> Weight | None:
+    """What the arguments of ``backward()`` or ``step()`` say, checked."""
+    if weight is not None and count is not None:
+        raise ValueError(
+            "give weight= (the loss is a mean over n items) or count= (it is a sum over n), not both"
+        )
+    if weight is not None:
+        return "weight", arguments.weight(weight, "weight")
+    if count is not None:
+        return "count", arguments.weight(count, "count")
+    return None
+
+
+class Pending:
+    """The pending micro-batch of one wrapper.
+
+    Attributes:
+        arrivals: the hooks and what they have noted.
+        weight: what ``backward()`` was given, or None.
+        taken: gradients moved out of ``.grad``, not added yet.
+        added: some of the pending gradients are in the window's buffer already.
+    """
+
+    def __init__(self, owner: Any, take: str) -> None:
+        """Prepares the hooks.
+
+        Args:
+            owner: the wrapper; held weakly, as the parameters hold the hooks.
+            take: ``"step"`` or ``"backward"``.
+        """
+        self.weight: Weight | None = None
+        self.taken: list[Entry] = []
+        self.added = False
+        self._taken_bytes = 0
+        self._tasks: set[int] = set()  # backward calls that have not ended
+        self._in_backward = take == "backward"
+        self._owner = weakref.ref(owner)
+        reference = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            pending = reference()
+            if pending is not None:
+                pending._take(param)
+
+        self.arrivals = Arrivals(owner, hook if self._in_backward else None)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether gradients have left ``.grad`` (only with take="backward")."""
+        return self.added or bool(self.taken)
+
+    def clear(self) -> None:
+        """Forgets the micro-batch; ``.grad`` is the caller's affair."""
+        self.arrivals.clear()
+        self.weight = None
+        self.taken = []
+        self._taken_bytes = 0
+        self.added = False
+
+    def drop_with_window(self) -> None:
+        """The window is dropped: what was added to it is gone, what lies in ``.grad`` stays."""
+        self._tasks.clear()
+        if self._in_backward:
+            self.clear()
+
+    # --------------------------------------------------------------------------------------- weights
+
+    def agree(self, weight: Weight, window_kind: str | None) -> None:
+        """Raises ValueError if a weight does not go with the pending ones and the window's."""
+        if self.weight is not None and self.weight != weight:
+            raise ValueError(
+                f"all backward calls of one micro-batch carry the same weight, counted once: got "
+                f"{weight[0]}={weight[1]:g} after {self.weight[0]}={self.weight[1]:g}"
+            )
+        if window_kind not in (None, weight[0]):
+            raise ValueError(
+                f"a window is weighted throughout or not at all: this micro-batch has {_WORDS[weight[0]]}, "
+                f"earlier ones have {_WORDS[window_kind]}. flush() or discard() the window first"
+            )
+
+    def begin_backward(self, weight: Weight | None, window_kind: str | None) -> None:
+        """Takes the weight of a ``backward()`` that is about to run.
+
+        Raises:
+            ValueError: it does not agree with what came before.
+        """
+        if weight is None:
+            if self.weight is not None:
+                self.agree(("plain", 1.0), window_kind)
+            return
+        self.agree(weight, window_kind)
+        if weight[0] == "weight" and self.weight is None and self.in_window:
+            raise ValueError(
+                "backward(weight=) comes too late with take='backward': gradients of this micro-batch "
+                "were added without it. Give every backward call of a micro-batch the same weight"
+            )
+        self.weight = weight
+
+    def check_step(self, weight: Weight | None, window_kind: str | None) -> None:
+        """Raises ValueError if ``step()`` was given a weight that cannot be followed."""
+        if weight is None:
+            return
+        if weight[0] == "weight" and self._in_backward:
+            raise ValueError(
+                "step(weight=) comes too late with take='backward': gradients were added already. "
+                "Use backward(loss, weight=), or step(count=) with a loss that is a sum"
+            )
+        self.agree(weight, window_kind)
+
+    # ---------------------------------------------------------------------------------------- checks
+
+    def check_arrived(self, slots: Iterable[Slot]) -> None:
+        """Raises RuntimeError if a gradient that arrived is gone from ``.grad``."""
+        if self._in_backward:
+            return
+        for param in self.arrivals.noted:
+            if param.grad is not None:
+                continue
+            number = next((slot.number for slot in slots if slot.param is param), None)
+            if number is None:
+                continue  # the parameter was taken out of its group
+            raise RuntimeError(
+                f"the gradient of parameter {number} (shape {list(param.shape)}) arrived but is gone from "
+                ".grad at step(): something cleared it, such as model.zero_grad(). Call "
+                "optimizer.zero_grad() on this wrapper to drop a micro-batch, or do not clear .grad"
+            )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if a backward failed after some of its gradients were added."""
+        if self._tasks and graph_task() == -1:
+            raise RuntimeError(
+                "a backward() raised after some of its gradients were added to the window "
+                "(take='backward'): the window is incomplete. Call discard() and start it again"
+            )
+
+    def check_apart(self, micro_step: int, what: str) -> None:
+        """Raises RuntimeError if pending gradients are mixed with those of closed micro-batches."""
+        if micro_step and self.in_window:
+            raise RuntimeError(
+                f"{what}: with take='backward' its gradients were already added to earlier ones. Call "
+                "step() first, discard() the window, or use take='step'"
+            )
+
+    # ----------------------------------------------------------------------------- take="backward"
+
+    def _take(self, param: Tensor) -> None:
+        """The hook: moves a gradient out of ``.grad`` into the next bucket."""
+        owner = self._owner()
+        task = graph_task()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            reference = weakref.ref(self)
+
+            def end() -> None:
+                pending = reference()
+                if pending is not None:
+                    pending._end(task)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            owner._sync_slots()
+        slot = owner._roster.slot_of(param)
+        if slot is None or param.grad is None:
+            return
+        self.arrivals.noted.append(param)
+        with torch.no_grad():
+            grad = slot.taken(param.grad)
+            param.grad = None
+            self.taken.append((slot, grad))
+            self._taken_bytes += grad.numel() * grad.element_size()
+            if self._taken_bytes >= BUCKET_BYTES:
+                self.add_taken()
+
+    def _end(self, task: int) -> None:
+        with torch.no_grad():
+            self.add_taken()
+        self._tasks.discard(task)
+
+    def add_taken(self) -> None:
+        """Adds what was taken into the window."""
+        if not self.taken:
+            return
+        kind, items = self.weight or ("plain", 1.0)
+        if items != 0.0:
+            owner = self._owner()
+            owner._add(self.taken, items if kind == "weight" else 1.0)
+        self.added = True
+        self.taken = []
+        self._taken_bytes = 0
