@@ -48,9 +48,7 @@ def _clip_of(name: str) -> Callable:
 
 def prepare(shapes, clips: bool) -> Prepared:
     """Compares the norms and the clipped gradients, then hands over both functions."""
-    made, missing = providers.build(
-        ["fastaccum", "torch"], lambda name: Clip(_clip_of(name), shapes, clips)
-    )
+    made, missing = providers.build(["fastaccum", "torch"], lambda name: Clip(_clip_of(name), shapes, clips))
     for clip in made.values():
         clip.sample()
     first, *others = made.values()

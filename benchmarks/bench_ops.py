@@ -122,9 +122,7 @@ class Native(Data):
     def body(self, name: str) -> Callable[[], None]:
         """The call to time."""
         if name == "norm":
-            return lambda: self.ops.norm_(
-                self.partials, self.segments, self.fresh, self.index, 2.0, None
-            )
+            return lambda: self.ops.norm_(self.partials, self.segments, self.fresh, self.index, 2.0, None)
         if name == "scale":
             return lambda: self.ops.scale_(self.fresh, self.half, self.group, float("inf"))
         if name == "gather first":

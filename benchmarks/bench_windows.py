@@ -66,9 +66,7 @@ def assert_agree(made: dict[str, providers.WindowProvider], templates: list[torc
 def prepare(shapes, steps: int, names: list[str]) -> Prepared:
     """Builds the providers, runs one window on each and compares the results."""
     templates = providers.fill(shapes, 10.0 / numel(shapes) ** 0.5, seed=2)  # norm 10: it clips
-    made, missing = providers.build(
-        names, lambda name: providers.WINDOW_PROVIDERS[name](shapes, steps)
-    )
+    made, missing = providers.build(names, lambda name: providers.WINDOW_PROVIDERS[name](shapes, steps))
     for name, provider in list(made.items()):
         try:
             provider.sample(templates)

@@ -95,9 +95,7 @@ def interleave(
     return found
 
 
-def record(
-    case: Case, prepared: Prepared, samples: dict[str, dict[str, list[float]]]
-) -> dict[str, object]:
+def record(case: Case, prepared: Prepared, samples: dict[str, dict[str, list[float]]]) -> dict[str, object]:
     """The JSON of one case: medians, IQRs, ratios with spread, bandwidth and its share."""
     roof = samples.get(ROOF, {})
     result: dict[str, object] = {
@@ -145,9 +143,7 @@ def _estimate(estimate: stats.Estimate) -> dict[str, object]:
 def _bandwidths(roof: dict[str, list[float]]) -> dict[str, float]:
     from benchmarks.roofline import ELEMENTS, LOOPS
 
-    return {
-        name: per * ELEMENTS / statistics.median(roof[name]) / 1e9 for name, per in LOOPS.items()
-    }
+    return {name: per * ELEMENTS / statistics.median(roof[name]) / 1e9 for name, per in LOOPS.items()}
 
 
 def _share(moved: int, seconds: list[float], triad: list[float]) -> dict[str, float]:

@@ -188,9 +188,7 @@ def require(module: str, attribute: str) -> Callable:
         raise Unavailable(f"no {module}.{attribute} ({type(error).__name__}: {error})") from error
 
 
-def build(
-    names: list[str], make: Callable[[str], object]
-) -> tuple[dict[str, object], dict[str, str]]:
+def build(names: list[str], make: Callable[[str], object]) -> tuple[dict[str, object], dict[str, str]]:
     """Makes the named providers; those that cannot run come back with their reason instead."""
     made, missing = {}, {}
     for name in names:

@@ -103,9 +103,7 @@ def case_rows(result: dict) -> list[list[str]]:
                 _estimate(share),
             ])  # fmt: skip
     for name, peak in result.get("peak", {}).items():
-        rows.append(
-            [result["name"], name, "bytes", peak["bytes"]["text"], "", _estimate(peak["bytes"])]
-        )
+        rows.append([result["name"], name, "bytes", peak["bytes"]["text"], "", _estimate(peak["bytes"])])
     rows += [["", name, f"skipped: {why}"] for name, why in result["missing"].items()]
     if "roofline" in result:
         loops = ", ".join(f"{k} {v:.1f}" for k, v in result["roofline"].items())

@@ -17,7 +17,7 @@ struct Adam {
   real decay;      // 1 - lr * weight_decay when decoupled, else 1
   real weight_decay;
   real beta1, one_minus_beta1, beta2, one_minus_beta2;
-  real step_size;     // lr / (1 - beta1^t)
+  real step_size;       // lr / (1 - beta1^t)
   real inv_bias2_sqrt;  // 1 / sqrt(1 - beta2^t)
   real eps;
 

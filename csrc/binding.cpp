@@ -24,11 +24,16 @@ using Tensors = std::vector<Tensor>;
 
 DType dtype_of(const Tensor& tensor, const char* argument) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    case ScalarType::Double: return DType::kFloat64;
-    default: break;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    default:
+      break;
   }
   STD_TORCH_CHECK(false, "fastaccum: ", argument,
                   " must be float32, bfloat16, float16 or float64; convert it first");
@@ -37,23 +42,34 @@ DType dtype_of(const Tensor& tensor, const char* argument) {
 template <typename T>
 ScalarType scalar_type_of();
 template <>
-ScalarType scalar_type_of<double>() { return ScalarType::Double; }
+ScalarType scalar_type_of<double>() {
+  return ScalarType::Double;
+}
 template <>
-ScalarType scalar_type_of<float>() { return ScalarType::Float; }
+ScalarType scalar_type_of<float>() {
+  return ScalarType::Float;
+}
 template <>
-ScalarType scalar_type_of<std::int64_t>() { return ScalarType::Long; }
+ScalarType scalar_type_of<std::int64_t>() {
+  return ScalarType::Long;
+}
 template <>
-ScalarType scalar_type_of<std::int32_t>() { return ScalarType::Int; }
+ScalarType scalar_type_of<std::int32_t>() {
+  return ScalarType::Int;
+}
 template <>
-ScalarType scalar_type_of<std::uint8_t>() { return ScalarType::Byte; }
+ScalarType scalar_type_of<std::uint8_t>() {
+  return ScalarType::Byte;
+}
 
 // A contiguous CPU table of one dtype with at least `numel` elements.
 template <typename T>
 T* table(const Tensor& tensor, const char* argument, std::int64_t numel) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() &&
-                      tensor.scalar_type() == scalar_type_of<T>() && tensor.numel() >= numel,
-                  "fastaccum: ", argument, " must be a contiguous CPU tensor of the documented dtype with at least ",
-                  numel, " elements, got ", tensor.numel());
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == scalar_type_of<T>() &&
+                      tensor.numel() >= numel,
+                  "fastaccum: ", argument,
+                  " must be a contiguous CPU tensor of the documented dtype with at least ", numel,
+                  " elements, got ", tensor.numel());
   return static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
@@ -97,7 +113,8 @@ struct Layout {
 };
 
 // Segment numbers of a tensor list: ascending, so that tables come out sorted.
-const std::int64_t* index_of(const Tensor& index, std::size_t count, const Layout& layout, const char* argument) {
+const std::int64_t* index_of(const Tensor& index, std::size_t count, const Layout& layout,
+                             const char* argument) {
   const std::int64_t* k = table<std::int64_t>(index, argument, static_cast<std::int64_t>(count));
   for (std::size_t i = 0; i < count; ++i)
     STD_TORCH_CHECK(k[i] >= 0 && k[i] < layout.n && (i == 0 || k[i] > k[i - 1]), "fastaccum: ", argument,
@@ -117,8 +134,8 @@ Data data_of(const Tensor& tensor, const cpu::Segment& at, const char* argument,
 }
 
 cpu::NormSpec norm_spec(double norm_type, double scale) {
-  const Norm norm = norm_type == 2.0   ? Norm::kTwo
-                    : norm_type == 1.0 ? Norm::kOne
+  const Norm norm = norm_type == 2.0                                       ? Norm::kTwo
+                    : norm_type == 1.0                                     ? Norm::kOne
                     : norm_type == std::numeric_limits<double>::infinity() ? Norm::kInf
                                                                            : Norm::kPower;
   return {norm, norm_type, scale > 0.0 ? scale : 1.0};
@@ -129,20 +146,18 @@ struct Partials {
   double* nonfinite = nullptr;
 };
 Partials partials_of(const Tensor& partials, std::int64_t n_chunks) {
-  STD_TORCH_CHECK(partials.dim() == 2 && partials.size(0) == 2 && partials.size(1) >= n_chunks &&
-                      partials.is_cpu() && partials.scalar_type() == ScalarType::Double &&
-                      (partials.stride(1) == 1 || partials.size(1) <= 1),
-                  "fastaccum: partials must be float64 [2, n_chunks] on the CPU with at least ", n_chunks,
-                  " columns");
+  STD_TORCH_CHECK(
+      partials.dim() == 2 && partials.size(0) == 2 && partials.size(1) >= n_chunks && partials.is_cpu() &&
+          partials.scalar_type() == ScalarType::Double && (partials.stride(1) == 1 || partials.size(1) <= 1),
+      "fastaccum: partials must be float64 [2, n_chunks] on the CPU with at least ", n_chunks, " columns");
   double* sums = static_cast<double*>(partials.mutable_data_ptr());
   return {sums, sums + partials.stride(0)};
 }
 
 const cpu::ParallelFor kTorchThreads{
     [](std::int64_t count, void (*body)(std::int64_t, std::int64_t, void*), void* context) {
-      torch::stable::parallel_for(0, count, 1, [body, context](std::int64_t begin, std::int64_t end) {
-        body(begin, end, context);
-      });
+      torch::stable::parallel_for(
+          0, count, 1, [body, context](std::int64_t begin, std::int64_t end) { body(begin, end, context); });
     }};
 
 //-------------------------------------------------------------------------------------------- the ops
@@ -199,8 +214,8 @@ void norm_(const Tensor& partials, const Tensor& segments, const Tensors& tensor
 
 void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor, const Tensor& skip,
              const Tensor& skipped, const Tensor& partials, const Tensor& spans, const Tensor& max_norm,
-             const Tensor& weight, const Tensor& divisor, double norm_type, const std::optional<Tensor>& scale,
-             bool skip_nonfinite) {
+             const Tensor& weight, const Tensor& divisor, double norm_type,
+             const std::optional<Tensor>& scale, bool skip_nonfinite) {
   STD_TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 3,
                   "fastaccum: spans must have shape [n, 3] (norm group, first chunk, end chunk)");
   const std::int64_t n_groups = max_norm.numel();
@@ -223,8 +238,9 @@ void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor
 }
 
 const double* hyper_rows(const Tensor& hyper, const Tensor& group, std::int64_t n) {
-  STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(1) == kHyperColumns, "fastaccum: hyper must have shape [groups, ",
-                  static_cast<std::int64_t>(kHyperColumns), "]");
+  STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(1) == kHyperColumns,
+                  "fastaccum: hyper must have shape [groups, ", static_cast<std::int64_t>(kHyperColumns),
+                  "]");
   const std::int64_t* g = table<std::int64_t>(group, "group", n);
   for (std::int64_t i = 0; i < n; ++i)
     STD_TORCH_CHECK(g[i] >= 0 && g[i] < hyper.size(0), "fastaccum: group[", i, "] is out of range");
@@ -301,12 +317,14 @@ void update(void (*run)(const cpu::UpdateArgs&, cpu::ParallelFor), const Tensors
     row.hyper = h + g[i] * kHyperColumns;
     row.scalars = s + static_cast<std::int64_t>(i) * kScalarColumns;
     const std::int64_t norm_group = static_cast<std::int64_t>(row.hyper[kNormGroup]);
-    STD_TORCH_CHECK(norm_group >= 0 && norm_group < factor.numel(), "fastaccum: hyper's norm group is out of range");
+    STD_TORCH_CHECK(norm_group >= 0 && norm_group < factor.numel(),
+                    "fastaccum: hyper's norm group is out of range");
     row.factor = factors[norm_group];
     const int flags = static_cast<int>(row.hyper[kHyperFlags]);
     const bool adam = run == &cpu::adam;
     const int needed = adam ? ((flags & kAmsgrad) != 0 ? 3 : 2) : (row.hyper[kMomentum] != 0.0 ? 1 : 0);
-    STD_TORCH_CHECK(j >= needed, "fastaccum: this update needs ", needed, " state tensors per parameter, got ", j);
+    STD_TORCH_CHECK(j >= needed, "fastaccum: this update needs ", needed,
+                    " state tensors per parameter, got ", j);
   }
   run({rows.data(), n, layout.n_chunks}, kTorchThreads);
 }
@@ -315,13 +333,13 @@ void adam_(const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_av
            const Tensors& max_exp_avg_sqs, const Tensors& grads, const Tensor& segments, const Tensor& index,
            const Tensor& group, const Tensor& hyper, const Tensor& scalars, const Tensor& factor,
            const Tensor& skip) {
-  update(&cpu::adam, params, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs}, grads, segments, index, group, hyper,
-         scalars, factor, skip);
+  update(&cpu::adam, params, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs}, grads, segments, index, group,
+         hyper, scalars, factor, skip);
 }
 
-void sgd_(const Tensors& params, const Tensors& momentum_buffers, const Tensors& grads, const Tensor& segments,
-          const Tensor& index, const Tensor& group, const Tensor& hyper, const Tensor& scalars,
-          const Tensor& factor, const Tensor& skip) {
+void sgd_(const Tensors& params, const Tensors& momentum_buffers, const Tensors& grads,
+          const Tensor& segments, const Tensor& index, const Tensor& group, const Tensor& hyper,
+          const Tensor& scalars, const Tensor& factor, const Tensor& skip) {
   update(&cpu::sgd, params, {&momentum_buffers}, grads, segments, index, group, hyper, scalars, factor, skip);
 }
 

@@ -1,5 +1,5 @@
-// The Python module `_C`: facts about the build and the instruction level. Importing it also runs the registrations of
-// binding.cpp. Tensors never pass through here; they go through registered ops.
+// The Python module `_C`: facts about the build and the instruction level. Importing it also runs the
+// registrations of binding.cpp. Tensors never pass through here; they go through registered ops.
 #include <pybind11/pybind11.h>
 
 #include "cpu/core.h"

@@ -20,7 +20,7 @@ namespace fastaccum {
 
 constexpr int kLanes = 32;
 constexpr int kRows = 16;
-constexpr int kStrand = kLanes * kRows;           // 512 elements
+constexpr int kStrand = kLanes * kRows;  // 512 elements
 constexpr int kStrandsPerChunk = 16;
 constexpr int kChunk = kStrand * kStrandsPerChunk;  // 8192 elements
 constexpr int kFinishLanes = 1024;  // running sums over the chunks' partials, folded at the end

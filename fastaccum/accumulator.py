@@ -33,6 +33,7 @@ _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 # step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
 _NOT_GIVEN: Any = object()
 
+
 class FusedAccumulator(Optimizer):
     """Accumulates gradients over micro-batches and updates once per window, fused.
 
@@ -436,9 +437,7 @@ class FusedAccumulator(Optimizer):
                 earlier micro-batches.
         """
         if self._pending.in_window:
-            self._pending.check_apart(
-                self._micro_step, "zero_grad() cannot drop the pending micro-batch"
-            )
+            self._pending.check_apart(self._micro_step, "zero_grad() cannot drop the pending micro-batch")
             self._window.reset()
             self._weight_kind = None
         with profiler.record_function(self._zero_grad_profile_name):
@@ -569,9 +568,9 @@ class FusedAccumulator(Optimizer):
             if self._same_backward_calls >= 2:
                 self._warn(
                     "own count",
-                    f"every micro-batch so far held exactly accumulation_steps={steps} backward calls. If the "
-                    "loop calls step() only on every N-th iteration (`if (i + 1) % N == 0`), delete that "
-                    "condition: call step() after every backward, the wrapper counts by itself",
+                    f"every micro-batch so far held exactly accumulation_steps={steps} backward calls. If "
+                    "the loop calls step() only on every N-th iteration (`if (i + 1) % N == 0`), delete "
+                    "that condition: call step() after every backward, the wrapper counts by itself",
                 )
         if "clipped" not in self._warned:
             if self._pending.arrivals.changed_in_place():
@@ -649,7 +648,11 @@ class FusedAccumulator(Optimizer):
         for owner, hooks in ((self, own_hooks), (self._inner, inner_hooks), (self._inner, global_hooks)):
             for hook in list(hooks):
                 result = hook(owner, (), {})
-                if when == "pre" and result is not None and not (isinstance(result, tuple) and len(result) == 2):
+                if (
+                    when == "pre"
+                    and result is not None
+                    and not (isinstance(result, tuple) and len(result) == 2)
+                ):
                     raise RuntimeError(
                         f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}."
                     )

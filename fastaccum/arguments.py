@@ -73,7 +73,9 @@ def weight(value: Any, argument: str) -> float:
             raise ValueError(f"{argument} must be a number or a 0-d real tensor, got {value!r}")
         value = value.item()
     if not is_number(value):
-        raise TypeError(f"{argument} must be a number or a 0-d tensor, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{argument} must be a number or a 0-d tensor, got {value!r} of type {type(value).__name__}"
+        )
     if not (0.0 <= value < math.inf):
         raise ValueError(f"{argument} must be finite and at least 0 (a number of items), got {value}")
     return float(value)

@@ -58,7 +58,9 @@ def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -
         if entry and {"betas", "amsgrad"} <= group.keys():  # Adam and AdamW
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if key not in entry:
-                    raise ValueError(f"the state_dict's state of parameter {number} has no {key} (truncated?)")
+                    raise ValueError(
+                        f"the state_dict's state of parameter {number} has no {key} (truncated?)"
+                    )
         for key, value in entry.items():
             if key in _MOMENTS and value is not None:
                 _check_tensor(value, param, f"{key} of parameter {number}")
@@ -82,15 +84,19 @@ def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) 
         raise ValueError(f"the 'fastaccum' entry is not whole (truncated?): missing {missing}")
     if not isinstance(entry["version"], int) or entry["version"] > VERSION:
         raise ValueError(
-            f"the 'fastaccum' entry has format version {entry['version']}, this fastaccum reads up to {VERSION}: "
+            f"the 'fastaccum' entry has format version {entry['version']}, this fastaccum reads {VERSION}: "
             "load it with a newer fastaccum"
         )
     for key in ("accumulation_steps", "micro_step"):
         if not isinstance(entry[key], int) or entry[key] < 0:
-            raise ValueError(f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be an int of at least 0")
+            raise ValueError(
+                f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be an int of at least 0"
+            )
     for key in ("total_weight", "kept_weight"):
         if not arguments.is_number(entry[key]) or not 0.0 <= entry[key] < math.inf:
-            raise ValueError(f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be finite and at least 0")
+            raise ValueError(
+                f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be finite and at least 0"
+            )
     if entry["weight_kind"] not in (None, "plain", "weight", "count"):
         raise ValueError(f"the 'fastaccum' entry has an unknown weight_kind={entry['weight_kind']!r}")
     if not isinstance(entry["skipped"], Tensor) or entry["skipped"].numel() != 1:

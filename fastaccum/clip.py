@@ -94,9 +94,13 @@ def _total_norm(
                 "device and combine the results"
             )
         if tensor.layout != torch.strided:
-            raise ValueError(f"tensor {i} is {tensor.layout}: coalesce() it and pass to_dense(), or its values")
+            raise ValueError(
+                f"tensor {i} is {tensor.layout}: coalesce() it and pass to_dense(), or its values"
+            )
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise ValueError(f"tensor {i} has dtype {tensor.dtype}; the four floating dtypes have a norm here")
+            raise ValueError(
+                f"tensor {i} has dtype {tensor.dtype}; the four floating dtypes have a norm here"
+            )
     out_dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     with torch.no_grad():
         if not norm_type > 0:

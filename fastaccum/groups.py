@@ -46,13 +46,17 @@ def check_param(param: Tensor, group: int) -> None:
     """Raises ValueError unless it is a dense parameter of one of the four dtypes."""
     where = f"a parameter of group {group} (shape {list(param.shape)})"
     if param.is_complex():
-        raise ValueError(f"{where} is complex: wrap torch.view_as_real of it, or leave it to another optimizer")
+        raise ValueError(
+            f"{where} is complex: wrap torch.view_as_real of it, or leave it to another optimizer"
+        )
     if param.layout != torch.strided:
         raise ValueError(f"{where} is {param.layout}: only dense parameters are supported")
     if not param.is_floating_point():
         raise ValueError(f"{where} has dtype {param.dtype}: only floating-point parameters have gradients")
     if param.dtype not in ops.DTYPES:
-        raise ValueError(f"{where} has dtype {param.dtype}; float32, bfloat16, float16 and float64 are supported")
+        raise ValueError(
+            f"{where} has dtype {param.dtype}; float32, bfloat16, float16 and float64 are supported"
+        )
 
 
 def device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
@@ -71,13 +75,14 @@ def check_limits(groups: Sequence[dict[str, Any]], max_value: float | None) -> N
     limits = group_max_norms(groups)
     if max_value is not None and any(limit is not None for limit in limits):
         raise ValueError(
-            f"a parameter group has its own max_norm ({limits}), and max_value={max_value}: they exclude each "
-            "other, clip by norm or by value"
+            f"a parameter group has its own max_norm ({limits}), and max_value={max_value}: they exclude "
+            "each other, clip by norm or by value"
         )
 
 
 def group_max_norms(groups: Sequence[dict[str, Any]]) -> list[float | None]:
     """Each group's own limit, or None for the shared norm."""
     return [
-        arguments.max_norm(group.get("max_norm"), f"param_groups[{i}]['max_norm']") for i, group in enumerate(groups)
+        arguments.max_norm(group.get("max_norm"), f"param_groups[{i}]['max_norm']")
+        for i, group in enumerate(groups)
     ]

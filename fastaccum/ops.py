@@ -376,13 +376,16 @@ def _update_tables(index: Tensor, group: Tensor, hyper: Tensor, scalars: Tensor,
 
 _define("scale_(Tensor(a!)[] tensors, Tensor factor, Tensor factor_index, float max_value)")
 _define(
-    "scale_into_(Tensor(a!)[] out, Tensor[] tensors, Tensor factor, Tensor factor_index, "
-    "float max_value)"
+    "scale_into_(Tensor(a!)[] out, Tensor[] tensors, Tensor factor, Tensor factor_index, float max_value)"
 )
 
 
 def scale_(
-    tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor | None = None, *, max_value: float = math.inf
+    tensors: Sequence[Tensor],
+    factor: Tensor,
+    factor_index: Tensor | None = None,
+    *,
+    max_value: float = math.inf,
 ) -> None:
     """Multiplies tensors in place by a device scalar and clamps them: ``clip`` when given its factor.
 

@@ -40,8 +40,10 @@ def _value(scalar: Tensor | None, default: float = 1.0) -> float:
 
 
 def _square_root(x: Tensor) -> Tensor:
-    """The nearest float to the root. torch's (MKL's) is 1 ulp off in a fifth of float32 values, and in
-    one float64 value of seventy."""
+    """The nearest float to the root.
+
+    torch's (MKL's) is 1 ulp off in a fifth of float32 values, and in one float64 value of seventy.
+    """
     if x.dtype == torch.float32:
         return x.double().sqrt().float()
     roots = [math.sqrt(v) if v >= 0.0 else math.nan for v in x.flatten().tolist()]
@@ -73,9 +75,8 @@ def _contribution(x: Tensor, norm_type: float, scale: float) -> Tensor:
 def _reduce_chunks(partials: Tensor, flat: Tensor, n_chunks: int, norm_type: float, scale: float) -> None:
     """Strand order: down the rows of a lane, adjacent lanes, adjacent strands.
 
-    Args:
-        partials: float64 ``[2, n_chunks]``; row 0 the sums, row 1 whether the chunk is not finite.
-        flat: float64, elements that do not count are 0.
+    ``partials`` is float64 ``[2, n_chunks]``: row 0 the sums, row 1 whether the chunk is not finite.
+    ``flat`` is float64; elements that do not count are 0.
     """
     grid = torch.nn.functional.pad(flat, (0, n_chunks * CHUNK - flat.numel()))
     grid = grid.view(n_chunks, STRANDS_PER_CHUNK, ROWS, LANES)
@@ -112,7 +113,7 @@ def gather_(
     kept_weight: Tensor | None = None,
     norm_type: float = 2.0,
 ) -> None:
-    """buffer = (buffer if present else kept * kept_weight) + fresh * weight."""
+    """Buffer = (buffer if present else kept * kept_weight) + fresh * weight."""
     opmath = _opmath(buffer.dtype)
     rows = segments.tolist()
 
@@ -201,7 +202,7 @@ def finish_(
 
 
 def _integer_power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring, most significant bit first: the same bits on every backend."""
+    """Base ** exponent by squaring, most significant bit first: the same bits on every backend."""
     result = 1.0
     for bit in range(62, -1, -1):
         result = result * result
@@ -227,7 +228,7 @@ def advance_(
 
 
 def scale_(tensors: list[Tensor], factor: Tensor, factor_index: Tensor, max_value: float = math.inf) -> None:
-    """tensor = clamp(tensor * factor) in place."""
+    """Tensor = clamp(tensor * factor) in place."""
     scale_into_(tensors, tensors, factor, factor_index, max_value)
 
 
@@ -238,7 +239,7 @@ def scale_into_(
     factor_index: Tensor,
     max_value: float = math.inf,
 ) -> None:
-    """out = clamp(tensor * factor, -max_value, max_value)."""
+    """Out = clamp(tensor * factor, -max_value, max_value)."""
     for target, tensor, i in zip(out, tensors, factor_index.tolist(), strict=False):
         opmath = _opmath(tensor.dtype, target.dtype)
         scaled = memory_order(tensor).to(opmath) * _rounded(factor.view(-1)[i].item(), opmath)

@@ -50,7 +50,9 @@ class FusedRule:
         """lr, beta1, beta2, eps, weight_decay, momentum, dampening, flags."""
         raise NotImplementedError
 
-    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+    def _apply(
+        self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any
+    ) -> None:
         raise NotImplementedError
 
     def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
@@ -70,7 +72,9 @@ class FusedRule:
         limit = math.inf if max_value is None else max_value
         key = [
             (*row[:7], limit, float(norm_group), row[7])
-            for row, norm_group in zip(map(self._row, self.optimizer.param_groups), norm_group_of, strict=True)
+            for row, norm_group in zip(
+                map(self._row, self.optimizer.param_groups), norm_group_of, strict=True
+            )
         ]
         if key != self._hyper_key:
             self._hyper = torch.tensor(key, dtype=torch.float64)
@@ -103,7 +107,17 @@ class FusedRule:
             for i in scattered:  # elements with gaps between them: update a dense copy, write it back
                 targets[i] = params[i].contiguous()
             self._apply(
-                backend, targets, states, grads, plan.segments, index, groups, hyper, self._scalars, factor, skip
+                backend,
+                targets,
+                states,
+                grads,
+                plan.segments,
+                index,
+                groups,
+                hyper,
+                self._scalars,
+                factor,
+                skip,
             )
             for i in scattered:
                 params[i].copy_(targets[i])
@@ -182,7 +196,9 @@ class AdamRule(FusedRule):
                     entry["max_exp_avg_sq"] = tensor
         return lists
 
-    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+    def _apply(
+        self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any
+    ) -> None:
         backend.adam_(params, states[0], states[1], states[2] if len(states) == 3 else [], *rest)
 
 
@@ -196,9 +212,8 @@ class SgdRule(FusedRule):
 
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
         flags = MAXIMIZE * bool(group["maximize"]) + NESTEROV * bool(group["nesterov"])
-        return (
-            float(group["lr"]), 0.0, 0.0, 0.0, group["weight_decay"], group["momentum"], group["dampening"], float(flags),
-        )  # fmt: skip
+        decay, momentum, dampening = group["weight_decay"], group["momentum"], group["dampening"]
+        return (float(group["lr"]), 0.0, 0.0, 0.0, decay, momentum, dampening, float(flags))
 
     def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
         state, groups = self.optimizer.state, self.optimizer.param_groups
@@ -226,7 +241,9 @@ class SgdRule(FusedRule):
                 self._known[slot.number] = tensor
         return [checked]
 
-    def _apply(self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any) -> None:
+    def _apply(
+        self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any
+    ) -> None:
         backend.sgd_(params, states[0] if states else [], *rest)
 
 

@@ -182,7 +182,9 @@ class Window:
         for buffer in self.buffers if self._in_buffers else ():
             places = [k for k, here in enumerate(buffer.present.tolist()) if here]
             if places:
-                grads = buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
+                grads = (
+                    buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
+                )
                 result.append((buffer.plan, places, grads, buffer.plan.index(places)))
         return result
 

@@ -65,9 +65,7 @@ def assert_same(
         a, b = whole(a), whole(b)
         if not exact and a.is_floating_point():
             rtol = 1e-12 if a.dtype == torch.float64 else torch.finfo(a.dtype).eps
-            torch.testing.assert_close(
-                a, b, rtol=rtol, atol=0, equal_nan=True, msg=f"{note}: {name}"
-            )
+            torch.testing.assert_close(a, b, rtol=rtol, atol=0, equal_nan=True, msg=f"{note}: {name}")
             continue
         bad = different(a, b)
         if bad.any():

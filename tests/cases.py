@@ -598,9 +598,7 @@ GATHER = (
     Variant("every state, every dtype", {"states": "ab-okp-", "mixed": True, "weight": 0.3}),
     Variant("every state, inf-norm", {"states": "p-aobk", "norm_type": INF, "kept_weight": 0.3}),
     Variant("every state, 1-norm", {"states": "-bapko", "norm_type": 1.0, "weight": -0.3}),
-    Variant(
-        "buffer of the gradients' dtype", {"states": "ab-okp", "buffer_dtype": None, "weight": 0.3}
-    ),
+    Variant("buffer of the gradients' dtype", {"states": "ab-okp", "buffer_dtype": None, "weight": 0.3}),
     Variant("bf16 buffer, every dtype", {"states": "abok", "buffer_dtype": BF16, "mixed": True}),
     Variant("fp16 buffer, every dtype", {"states": "abok", "buffer_dtype": F16, "mixed": True}),
     Variant(
@@ -614,12 +612,8 @@ NORM = (
     Variant("1-norm", {"norm_type": 1.0}),
     Variant("inf-norm", {"norm_type": INF}),
     Variant("2-norm, tensors missing, every dtype", {"absent": True, "mixed": True}),
-    Variant(
-        "1-norm, tensors missing, every dtype", {"absent": True, "mixed": True, "norm_type": 1.0}
-    ),
-    Variant(
-        "inf-norm, tensors missing, every dtype", {"absent": True, "mixed": True, "norm_type": INF}
-    ),
+    Variant("1-norm, tensors missing, every dtype", {"absent": True, "mixed": True, "norm_type": 1.0}),
+    Variant("inf-norm, tensors missing, every dtype", {"absent": True, "mixed": True, "norm_type": INF}),
     Variant("0.5-norm", {"norm_type": 0.5, "scale": 40.0}, exact=False),
     Variant("3-norm", {"norm_type": 3.0, "scale": 40.0}, exact=False),
     Variant("7-norm, no scale", {"norm_type": 7.0}, exact=False),
@@ -629,9 +623,7 @@ FINISH = (
     Variant("one group"),
     Variant("clipped", {"max_norm": (0.5,), "divisor": 3.0}),
     Variant("three groups, one not clipped", {"max_norm": (0.5, INF, 1e9), "divisor": 3.0}),
-    Variant(
-        "three groups, 1-norm", {"max_norm": (0.5, 2.0, 1e9), "divisor": 0.3, "norm_type": 1.0}
-    ),
+    Variant("three groups, 1-norm", {"max_norm": (0.5, 2.0, 1e9), "divisor": 0.3, "norm_type": 1.0}),
     Variant("three groups, inf-norm", {"max_norm": (0.5, 2.0, 1e9), "norm_type": INF}),
     Variant("negative divisor", {"max_norm": (0.5, 1e9), "divisor": -3.0}),
     Variant("3-norm", {"max_norm": (0.5, 2.0), "norm_type": 3.0, "scale": 40.0}, exact=False),
@@ -719,9 +711,7 @@ def _sgd_options() -> list[Variant]:
         }
         extra = [nesterov and "nesterov", decay and "decay", dampening and "dampening"]
         desc = "first step" if first else "momentum"
-        variants.append(
-            Variant(", ".join([desc, *filter(None, extra)]), {"rows": [row], "first": first})
-        )
+        variants.append(Variant(", ".join([desc, *filter(None, extra)]), {"rows": [row], "first": first}))
     return variants
 
 
@@ -786,9 +776,7 @@ def _raw_list_refusals(name: str, label: str, **options: Any) -> tuple[Refusal, 
 
 def _other_device(name: str) -> Refusal:
     change = _second(lambda t: t.to("meta"))
-    return Refusal(
-        name, "another device", change, ValueError, rf"{name}\[1\] must be on cpu, got meta"
-    )
+    return Refusal(name, "another device", change, ValueError, rf"{name}\[1\] must be on cpu, got meta")
 
 
 def _wrong_dtype(name: str, dtype: torch.dtype, wanted: str, **options: Any) -> Refusal:
@@ -815,16 +803,10 @@ def _move(tensor: Tensor, row: int, by: int) -> Tensor:
 
 
 RAW_SEGMENTS = (
-    Refusal(
-        "segments", "not on a strand", lambda t: _move(t, -1, 1), RuntimeError, "multiples of 512"
-    ),
-    Refusal(
-        "segments", "overlapping", lambda t: _move(t, -1, -STRAND * 2), RuntimeError, "overlap"
-    ),
+    Refusal("segments", "not on a strand", lambda t: _move(t, -1, 1), RuntimeError, "multiples of 512"),
+    Refusal("segments", "overlapping", lambda t: _move(t, -1, -STRAND * 2), RuntimeError, "overlap"),
     Refusal("segments", "int32", lambda t: t.int(), RuntimeError, "segments"),
-    Refusal(
-        "segments", "not contiguous", lambda t: t.t().contiguous().t(), RuntimeError, "segments"
-    ),
+    Refusal("segments", "not contiguous", lambda t: t.t().contiguous().t(), RuntimeError, "segments"),
 )
 
 
@@ -844,9 +826,7 @@ def _index_refusals(name: str, of: str) -> tuple[Refusal, ...]:
 def _raw_index_refusals(name: str, label: str) -> tuple[Refusal, ...]:
     return (
         Refusal(name, "too short", lambda t: t[:-1], RuntimeError, label),
-        Refusal(
-            name, "descending", lambda t: t.flip(0), RuntimeError, f"{label} must hold ascending"
-        ),
+        Refusal(name, "descending", lambda t: t.flip(0), RuntimeError, f"{label} must hold ascending"),
         Refusal(name, "beyond the segments", lambda t: t + 1, RuntimeError, "must hold ascending"),
         Refusal(name, "negative", lambda t: t - 1, RuntimeError, "must hold ascending"),
         Refusal(name, "int32", lambda t: t.int(), RuntimeError, label),
@@ -855,20 +835,14 @@ def _raw_index_refusals(name: str, label: str) -> tuple[Refusal, ...]:
 
 PARTIALS = (
     _wrong_dtype("partials", torch.float32, "float64"),
-    Refusal(
-        "partials", "too narrow", lambda t: t[:, :-1], ValueError, r"partials must have shape \[2, "
-    ),
+    Refusal("partials", "too narrow", lambda t: t[:, :-1], ValueError, r"partials must have shape \[2, "),
     Refusal("partials", "one row", lambda t: t[:1], ValueError, r"partials must have shape \[2, "),
 )
 RAW_PARTIALS = (
-    Refusal(
-        "partials", "too narrow", lambda t: t[:, :-1], RuntimeError, "partials must be float64"
-    ),
+    Refusal("partials", "too narrow", lambda t: t[:, :-1], RuntimeError, "partials must be float64"),
     Refusal("partials", "one row", lambda t: t[:1], RuntimeError, "partials must be float64"),
     Refusal("partials", "float32", lambda t: t.float(), RuntimeError, "partials must be float64"),
-    Refusal(
-        "partials", "columns apart", lambda t: t.repeat(1, 2)[:, ::2], RuntimeError, "partials"
-    ),
+    Refusal("partials", "columns apart", lambda t: t.repeat(1, 2)[:, ::2], RuntimeError, "partials"),
 )
 
 
@@ -904,9 +878,7 @@ GATHER_ERRORS = (
         r"buffer\[0\] must be float32",
     ),
     Refusal("buffer", "too small", lambda t: t[:-STRAND], ValueError, "buffer must be contiguous"),
-    Refusal(
-        "buffer", "not contiguous", lambda t: t.repeat(2)[::2], ValueError, "buffer.* must be "
-    ),
+    Refusal("buffer", "not contiguous", lambda t: t.repeat(2)[::2], ValueError, "buffer.* must be "),
     Refusal("present", "bool", lambda t: t.bool(), TypeError, "present must be a torch.uint8"),
     Refusal("present", "too short", lambda t: t[:-1], ValueError, "present must have"),
     Refusal(
@@ -917,9 +889,7 @@ GATHER_ERRORS = (
         r"kept\[0\] must be of a segment that is not present",
         {"states": "b"},
     ),
-    Refusal(
-        "weight", "a number", lambda t: 0.3, TypeError, "weight must be a torch.float64 tensor"
-    ),
+    Refusal("weight", "a number", lambda t: 0.3, TypeError, "weight must be a torch.float64 tensor"),
     Refusal(
         "weight",
         "float32",
@@ -927,12 +897,8 @@ GATHER_ERRORS = (
         TypeError,
         "weight must be a torch.float64",
     ),
-    Refusal(
-        "kept_weight", "a number", lambda t: 1.0, TypeError, "kept_weight must be a torch.float64"
-    ),
-    Refusal(
-        "norm_type", "3", lambda t: 3.0, ValueError, "gather_ sums norm_type 1, 2 or inf, got 3.0"
-    ),
+    Refusal("kept_weight", "a number", lambda t: 1.0, TypeError, "kept_weight must be a torch.float64"),
+    Refusal("norm_type", "3", lambda t: 3.0, ValueError, "gather_ sums norm_type 1, 2 or inf, got 3.0"),
     *_wrong_norm_types(0.0, -1.0, math.nan, "2", True),
 )
 GATHER_RAW = (
@@ -941,15 +907,9 @@ GATHER_RAW = (
     *_raw_list_refusals("fresh", "fresh"),
     *_raw_list_refusals("kept", "kept", states="k"),
     *_raw_index_refusals("fresh_index", "fresh_index"),
-    Refusal(
-        "buffer", "too small", lambda t: t[:-STRAND], RuntimeError, "buffer must be a contiguous"
-    ),
-    Refusal(
-        "buffer", "expanded", lambda t: t[:1].expand(t.numel()), RuntimeError, "buffer must be"
-    ),
-    Refusal(
-        "buffer", "integers", lambda t: t.nan_to_num().int(), RuntimeError, "buffer must be float32"
-    ),
+    Refusal("buffer", "too small", lambda t: t[:-STRAND], RuntimeError, "buffer must be a contiguous"),
+    Refusal("buffer", "expanded", lambda t: t[:1].expand(t.numel()), RuntimeError, "buffer must be"),
+    Refusal("buffer", "integers", lambda t: t.nan_to_num().int(), RuntimeError, "buffer must be float32"),
     Refusal("present", "too short", lambda t: t[:-1], RuntimeError, "present must be"),
     Refusal("present", "int64", lambda t: t.long(), RuntimeError, "present must be"),
     Refusal("weight", "float32", lambda t: torch.tensor(0.3), RuntimeError, "weight must be"),
@@ -1010,9 +970,7 @@ FINISH_ERRORS = (
         "group_norms must have 1 or more elements",
     ),
     Refusal("factor", "empty", lambda t: t[:0], ValueError, "factor must have 1 or more elements"),
-    Refusal(
-        "spans", "two columns", lambda t: t[:, :2], ValueError, r"spans must have shape \[m, 3\]"
-    ),
+    Refusal("spans", "two columns", lambda t: t[:, :2], ValueError, r"spans must have shape \[m, 3\]"),
     Refusal("partials", "one row", lambda t: t[:1], ValueError, r"partials must have shape \[2, "),
     *_wrong_norm_types(0, math.nan),
 )
@@ -1025,9 +983,7 @@ FINISH_RAW = (
         "spans row 0 is out of range",
     ),
     Refusal("spans", "negative", lambda t: t - 1, RuntimeError, "spans row 0 is out of range"),
-    Refusal(
-        "spans", "descending", lambda t: t.flip(1), RuntimeError, "spans row 0 is out of range"
-    ),
+    Refusal("spans", "descending", lambda t: t.flip(1), RuntimeError, "spans row 0 is out of range"),
     Refusal("spans", "two columns", lambda t: t[:, :2], RuntimeError, "spans must have shape"),
     *RAW_PARTIALS,
     Refusal("group_norms", "empty", lambda t: t[:0], RuntimeError, "group_norms must be"),
@@ -1057,9 +1013,7 @@ UPDATE_TABLES = (
         ValueError,
         r"scalars must have shape \[\d+, 3\]",
     ),
-    Refusal(
-        "scalars", "a column short", lambda t: t[:, :-1], ValueError, r"scalars must have shape"
-    ),
+    Refusal("scalars", "a column short", lambda t: t[:, :-1], ValueError, r"scalars must have shape"),
     Refusal("group", "too short", lambda t: t[:-1], ValueError, "group must name a row of hyper"),
 )
 RAW_UPDATE_TABLES = (
@@ -1082,9 +1036,7 @@ RAW_UPDATE_TABLES = (
 ADVANCE_ERRORS = (_wrong_dtype("steps", torch.float64, "float32"), *UPDATE_TABLES)
 ADVANCE_RAW = (
     *RAW_UPDATE_TABLES,
-    Refusal(
-        "index", "beyond steps", lambda t: t + 1000, RuntimeError, r"index\[\d+\] is beyond steps"
-    ),
+    Refusal("index", "beyond steps", lambda t: t + 1000, RuntimeError, r"index\[\d+\] is beyond steps"),
     Refusal("index", "negative", lambda t: t - 1000, RuntimeError, r"index\[\d+\] is beyond steps"),
     Refusal("steps", "float64", lambda t: t.double(), RuntimeError, "steps must be"),
     Refusal("steps", "expanded", lambda t: t[:1].expand(len(t)), RuntimeError, "steps must be"),
@@ -1096,9 +1048,7 @@ def _wrong_max_values(*values: Any) -> tuple[Refusal, ...]:
         return lambda _: value
 
     return tuple(
-        Refusal(
-            "max_value", repr(v), change(v), ValueError, "max_value must be a number of at least 0"
-        )
+        Refusal("max_value", repr(v), change(v), ValueError, "max_value must be a number of at least 0")
         for v in values
     )
 
@@ -1107,9 +1057,7 @@ SCALE_TABLES = (
     _wrong_dtype("factor", torch.float32, "float64"),
     _no_tensor("factor"),
     _wrong_dtype("factor_index", torch.int32, "int64"),
-    Refusal(
-        "factor_index", "too short", lambda t: t[:-1], ValueError, "factor_index must name a factor"
-    ),
+    Refusal("factor_index", "too short", lambda t: t[:-1], ValueError, "factor_index must name a factor"),
     *_wrong_max_values(-1.0, math.nan, "1", True),
 )
 RAW_SCALE = (
@@ -1158,9 +1106,7 @@ def _update_refusals(name: str, **options: Any) -> tuple[Refusal, ...]:
 
 
 def _raw_update_refusals(name: str, label: str, **options: Any) -> tuple[Refusal, ...]:
-    short = Refusal(
-        name, "one short", lambda t: t[:-1], RuntimeError, "fastaccum: as many", options
-    )
+    short = Refusal(name, "one short", lambda t: t[:-1], RuntimeError, "fastaccum: as many", options)
     return (*_raw_list_refusals(name, label, **options), short)
 
 

@@ -118,8 +118,12 @@ class ContractModel:
         weight: float | None = None,
         count: float | None = None,
         raises: bool = False,
+        by_wrapper: bool = True,
     ) -> None:
-        """Lets gradients arrive; with ``raises``, as a backward that fails after they did."""
+        """Lets gradients arrive; with ``raises``, as a backward that fails after they did.
+
+        Only a call of the wrapper's own ``backward()`` shows that it carries no weight.
+        """
         if self.broken:
             raise RuntimeError("an earlier backward failed")
         given = self._given(weight, count)
@@ -129,6 +133,8 @@ class ContractModel:
                 raise ValueError("too late: gradients were added without a weight")
             if not raises:
                 self.pending_weight = given
+        elif by_wrapper and self.pending_weight is not None:
+            raise ValueError("one micro-batch, one weight")
         for param, grad in grads.items():
             if not param.requires_grad:
                 continue
@@ -218,6 +224,8 @@ class ContractModel:
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds a group; its gradients count from now on."""
+        if self.max_value is not None and group.get("max_norm") is not None:
+            raise ValueError("by value or by norm")
         self.optimizer.add_param_group(group)
 
     def clip(self, max_norm: float) -> None:

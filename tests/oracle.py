@@ -145,9 +145,7 @@ def assert_identical(a: Any, b: Any, where: str = "") -> None:
         assert a == b or (a != a and b != b), f"{where}: {a!r} and {b!r}"
 
 
-def unchanged(
-    optimizer: torch.optim.Optimizer, call: Callable[[], Any], exception: Any, match: str
-) -> None:
+def unchanged(optimizer: torch.optim.Optimizer, call: Callable[[], Any], exception: Any, match: str) -> None:
     """The call raises this and changes nothing."""
     before = snapshot(optimizer)
     with pytest.raises(exception, match=match):

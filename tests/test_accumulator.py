@@ -189,9 +189,7 @@ def test_y01_a_loop_with_its_own_count_is_warned_once(take):
             send(p, 1.0)
             if (i + 1) % 2 == 0:
                 optimizer.step()
-    messages = [
-        w for w in caught if "exactly accumulation_steps=2 backward calls" in str(w.message)
-    ]
+    messages = [w for w in caught if "exactly accumulation_steps=2 backward calls" in str(w.message)]
     assert len(messages) == 1 and "delete" in str(messages[0].message)
     assert messages[0].filename == __file__
 

@@ -60,14 +60,10 @@ def test_limits_that_are_right():
 
 
 def test_clip_by_norm_or_by_value():
-    refused(
-        ValueError, "max_norm=1.0 and max_value=2.0 exclude each other", max_norm=1.0, max_value=2.0
-    )
+    refused(ValueError, "max_norm=1.0 and max_value=2.0 exclude each other", max_norm=1.0, max_value=2.0)
     p = parameter(0.0)
     inner = SGD([{"params": [p], "max_norm": 1.0}], lr=1.0)
-    unchanged(
-        inner, lambda: FusedAccumulator(inner, max_value=2.0), ValueError, "max_norm.*max_value"
-    )
+    unchanged(inner, lambda: FusedAccumulator(inner, max_value=2.0), ValueError, "max_norm.*max_value")
 
 
 @pytest.mark.parametrize(("value", "exception"), NUMBERS)
@@ -99,9 +95,7 @@ def test_words(name, allowed, value):
 
 @pytest.mark.parametrize("value", ["float32", torch.int32, torch.complex64, float, 32])
 def test_accumulate_dtype(value):
-    refused(
-        (ValueError, TypeError), "accumulate_dtype must be None or one of", accumulate_dtype=value
-    )
+    refused((ValueError, TypeError), "accumulate_dtype must be None or one of", accumulate_dtype=value)
 
 
 @pytest.mark.parametrize("name", ["master_weights", "shard_optimizer", "fuse_weight_gradients"])
@@ -154,9 +148,7 @@ def test_arguments_are_by_name():
 
 @pytest.mark.parametrize("wrong", [None, SGD, [parameter(0.0)], nn.Linear(1, 1), "SGD"])
 def test_something_that_is_no_optimizer(wrong):
-    with pytest.raises(
-        TypeError, match="optimizer must be a torch.optim.Optimizer, got .*build it first"
-    ):
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got .*build it first"):
         FusedAccumulator(wrong)
 
 
@@ -172,9 +164,7 @@ def test_optimizers_that_cannot_be_wrapped():
     for kind in (torch.optim.LBFGS, OwnLBFGS, torch.optim.SparseAdam):
         inner = kind([parameter(0.0)])
         name = kind.__name__.removeprefix("Own")
-        unchanged(
-            inner, lambda i=inner: FusedAccumulator(i), ValueError, f"{name} cannot be wrapped: it"
-        )
+        unchanged(inner, lambda i=inner: FusedAccumulator(i), ValueError, f"{name} cannot be wrapped: it")
 
 
 @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam, torch.optim.RMSprop])

@@ -55,9 +55,7 @@ def test_c01_the_window_is_clipped_and_not_the_micro_batch(take, backend, reduct
         send(p, torch.tensor(grad) * k)
         optimizer.step()
     assert optimizer.norm.item() == 5.0
-    torch.testing.assert_close(
-        -p.detach(), torch.tensor([0.6, 0.8]) * 5 / 5.000001, rtol=3e-7, atol=0
-    )
+    torch.testing.assert_close(-p.detach(), torch.tensor([0.6, 0.8]) * 5 / 5.000001, rtol=3e-7, atol=0)
 
 
 @each_backend
@@ -220,9 +218,7 @@ def test_d01_sixteen_bit_norms_are_float32(backend, dtype):
         assert optimizer.norm.dtype == torch.float32
         assert optimizer.norm.item() == pytest.approx(exact.item(), rel=1e-7)
         clipped = p.detach().double().norm().item()
-        assert clipped == pytest.approx(
-            min(1.0, exact.item()), rel=torch.finfo(dtype).eps * 2 + 1e-5
-        )
+        assert clipped == pytest.approx(min(1.0, exact.item()), rel=torch.finfo(dtype).eps * 2 + 1e-5)
 
 
 @each_backend
@@ -230,17 +226,13 @@ def test_d01_sixteen_bit_norms_are_float32(backend, dtype):
 def test_u01_the_norm_is_finite_whenever_it_fits_float32(backend, norm_type):
     for value in (1e19, 1e-25, 1e30):
         (p,) = zeros((128,))
-        optimizer = FusedAccumulator(
-            SGD([p], lr=1.0), max_norm=1.0, norm_type=norm_type, backend=backend
-        )
+        optimizer = FusedAccumulator(SGD([p], lr=1.0), max_norm=1.0, norm_type=norm_type, backend=backend)
         p.grad = torch.full((128,), value)
         exact = value * (128 ** (1 / norm_type) if norm_type < INF else 1.0)
         optimizer.step()
         assert optimizer.norm.item() == pytest.approx(exact, rel=1e-6)
         factor = min(1.0, 1.0 / (exact + 1e-6))
-        torch.testing.assert_close(
-            p.detach(), torch.full((128,), -value * factor), rtol=1e-5, atol=0
-        )
+        torch.testing.assert_close(p.detach(), torch.full((128,), -value * factor), rtol=1e-5, atol=0)
 
 
 @each_backend
@@ -294,9 +286,7 @@ def test_c06_the_clip_factor_is_between_0_and_1_or_the_window_is_skipped(backend
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_c06_a_zero_gradient_is_an_ordinary_window(backend, norm_type):
     p = parameter(1.0)
-    optimizer = FusedAccumulator(
-        torch.optim.Adam([p]), max_norm=1.0, norm_type=norm_type, backend=backend
-    )
+    optimizer = FusedAccumulator(torch.optim.Adam([p]), max_norm=1.0, norm_type=norm_type, backend=backend)
     send(p, 0.0)
     optimizer.step()
     assert optimizer.stepped and optimizer.norm.item() == 0.0 and p.item() == 1.0

@@ -147,9 +147,7 @@ class Machine(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------------- beginning
 
     @initialize(
-        shapes=st.lists(
-            st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4
-        ),
+        shapes=st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4),
         steps=st.integers(1, 4),
         option=st.integers(0, 3),
         clipping=st.one_of(
@@ -269,7 +267,9 @@ class Machine(RuleBasedStateMachine):
         loss = self.loss(expanded_grads if expanded else grads, expanded)
         self.both(
             loss.backward if how == "loss" else lambda: self.wrapper.backward(loss, **kwargs),
-            lambda: self.model.backward({self.twins[i]: g for i, g in grads.items()}, **kwargs),
+            lambda: self.model.backward(
+                {self.twins[i]: g for i, g in grads.items()}, by_wrapper=how != "loss", **kwargs
+            ),
         )
 
     @rule(seed=seeds, n=st.integers(1, 5), weight=st.one_of(st.none(), weights))
@@ -313,7 +313,7 @@ class Machine(RuleBasedStateMachine):
                 return loss
 
             def expected():
-                self.model.backward({self.twins[i]: g for i, g in grads.items()})
+                self.model.backward({self.twins[i]: g for i, g in grads.items()}, by_wrapper=False)
                 self.model.step()
 
             def real():
@@ -334,9 +334,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.model.broken)
     @rule(set_to_none=st.sampled_from([True, True, False]))
     def zero_grad(self, set_to_none):
-        self.both(
-            lambda: self.wrapper.zero_grad(set_to_none), lambda: self.model.zero_grad(set_to_none)
-        )
+        self.both(lambda: self.wrapper.zero_grad(set_to_none), lambda: self.model.zero_grad(set_to_none))
 
     @rule(i=st.integers(0, 5))
     def lose_a_gradient(self, i):
@@ -360,7 +358,9 @@ class Machine(RuleBasedStateMachine):
         loss = self.loss(grads, fails=True)
         self.both(
             loss.backward,
-            lambda: self.model.backward({self.twins[i]: g for i, g in grads.items()}, raises=True),
+            lambda: self.model.backward(
+                {self.twins[i]: g for i, g in grads.items()}, raises=True, by_wrapper=False
+            ),
         )
         if self.take == "step":
             self.zero_grad(True)
@@ -380,12 +380,13 @@ class Machine(RuleBasedStateMachine):
     def add_param_group(self, shape, dtype, own):
         seed = len(self.params)
         param, twin = make_param(shape, dtype, seed), make_param(shape, dtype, seed)
-        self.params.append(param)
-        self.twins.append(twin)
-        self.both(
+        added = self.both(
             lambda: self.wrapper.add_param_group({"params": [param], **own}),
             lambda: self.model.add_param_group({"params": [twin], **own}),
         )
+        if added:
+            self.params.append(param)
+            self.twins.append(twin)
 
     @rule()
     def add_a_parameter_twice(self):

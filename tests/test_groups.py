@@ -169,9 +169,7 @@ def test_updates_bump_the_version_counters():
 def test_a_parameter_has_one_wrapper():
     p, q = parameter(0.0), parameter(0.0)
     first = FusedAccumulator(SGD([p], lr=1.0), 2)
-    with pytest.raises(
-        ValueError, match=r"parameter 1 .*owned by another FusedAccumulator.*delete"
-    ):
+    with pytest.raises(ValueError, match=r"parameter 1 .*owned by another FusedAccumulator.*delete"):
         FusedAccumulator(SGD([q, p], lr=1.0), 2)
     assert not q._post_accumulate_grad_hooks
     send(p, 1.0)

@@ -75,9 +75,7 @@ def test_a02_step_hooks_fire_once_per_window_in_order(take, kind):
         optimizer.register_step_pre_hook(hook("wrapper pre")),
     ]
     try:
-        once = [
-            f"{who} {when}" for when in ("pre", "post") for who in ("wrapper", "inner", "global")
-        ]
+        once = [f"{who} {when}" for when in ("pre", "post") for who in ("wrapper", "inner", "global")]
         for i in range(4):
             send(p, 1.0)
             optimizer.step()
@@ -110,9 +108,7 @@ def test_hooks_fire_for_a_skipped_window_too(kind):
     optimizer = FusedAccumulator(kind([p], lr=1.0))
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-    optimizer.register_step_post_hook(
-        lambda *_: seen.append((optimizer.updated, optimizer.stepped))
-    )
+    optimizer.register_step_post_hook(lambda *_: seen.append((optimizer.updated, optimizer.stepped)))
     send(p, float("nan"))
     optimizer.step()
     optimizer.step()

@@ -28,9 +28,7 @@ def results(case, variant, sizes, dtype):
         yield f"{threads} threads", case.named(*mine)
 
 
-@pytest.mark.parametrize(
-    ("case", "variant"), [pytest.param(c, c.variants[-2], id=c.name) for c in CASES]
-)
+@pytest.mark.parametrize(("case", "variant"), [pytest.param(c, c.variants[-2], id=c.name) for c in CASES])
 def test_threads_do_not_change_a_bit(case, variant, level):
     first = None
     for note, named in results(case, variant, SIZES, case.dtypes[0]):

@@ -21,9 +21,7 @@ def test_streamed_gather_equals_eager_and_its_norm_matches(bytes_off):
     segments = torch.tensor(list(zip(layout.offsets, layout.numels, strict=True)))
     index = torch.arange(len(numels))
     generator = torch.Generator().manual_seed(0)
-    kept, fresh, late = (
-        [torch.randn(n, generator=generator) for n in numels] for _ in range(3)
-    )
+    kept, fresh, late = ([torch.randn(n, generator=generator) for n in numels] for _ in range(3))
     buffer = torch.full((layout.numel,), float("nan"))
     present = torch.zeros(len(numels), dtype=torch.uint8)
     partials = torch.empty(2, layout.n_chunks, dtype=torch.float64)

@@ -31,9 +31,7 @@ def agrees(case, variant, backend, dtype, n, seed=0, **where):
     note = f"{case.name}, {variant.desc}, {DTYPE_NAMES[dtype]}, {n}, {where}"
     assert_same(got, case.named(*theirs), note, variant.exact)
     untouched = [name for name in got if name not in case.mutates]
-    assert_same(
-        {k: got[k] for k in untouched}, {k: before[k] for k in untouched}, note + ", a source"
-    )
+    assert_same({k: got[k] for k in untouched}, {k: before[k] for k in untouched}, note + ", a source")
     return before, got
 
 
@@ -386,9 +384,7 @@ def test_adam_and_adamw_decay_differently():
     row = {"lr": 0.1, "weight_decay": 0.5}
     p, (m, _) = _one_update("adam_", torch.tensor([2.0]), torch.tensor([-0.5]), **row)
     assert (p.item(), m.item()) == (pytest.approx(1.9), pytest.approx(0.05))
-    p, (m, _) = _one_update(
-        "adam_", torch.tensor([2.0]), torch.tensor([-0.5]), decoupled=True, **row
-    )
+    p, (m, _) = _one_update("adam_", torch.tensor([2.0]), torch.tensor([-0.5]), decoupled=True, **row)
     assert (p.item(), m.item()) == (pytest.approx(2.0), pytest.approx(-0.05))
 
 
@@ -452,9 +448,7 @@ def test_compiles_whole_and_once(case, variant):
     compiled = torch.compile(case.public, fullgraph=True, backend="aot_eager")
     options = {"weight": 0.5, "kept_weight": 0.5} if "kept_weight" in case.changing else {}
     for seed, stance in enumerate(("default", "fail_on_recompile", "fail_on_recompile")):
-        args, kwargs = case.make(
-            "cpu", case.dtypes[0], [600, 0, 7], 5, **variant.options, **options
-        )
+        args, kwargs = case.make("cpu", case.dtypes[0], [600, 0, 7], 5, **variant.options, **options)
         named = case.named(args, kwargs)
         for name in case.changing:
             value = named[name]

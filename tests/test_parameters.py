@@ -160,9 +160,7 @@ def test_l06_neighbours_of_a_misaligned_parameter_are_not_touched(dtype, kind):
             whole = torch.full((n + 8,), 3.0, dtype=dtype)
             wholes.append((whole, shift, n))
             params.append(nn.Parameter(whole[shift : shift + n]))
-    assert all(
-        p.data_ptr() == w[s:].data_ptr() for p, (w, s, _) in zip(params, wholes, strict=True)
-    )
+    assert all(p.data_ptr() == w[s:].data_ptr() for p, (w, s, _) in zip(params, wholes, strict=True))
     optimizer = FusedAccumulator(kind(params, lr=0.5), 2)
     truth = twins(params, torch.float64)
     reference = stock(kind, truth, lr=0.5)
@@ -329,9 +327,7 @@ def test_tied_weights_train_as_in_the_plain_loop(take, kind, options):
     optimizers = [stock(kind, models[i][0].parameters(), lr=0.1, **options) for i in range(2)]
     fused = FusedAccumulator(optimizers[0], 2, take=take)
     for i, x in enumerate(tokens):
-        losses = [
-            nn.functional.cross_entropy(h(e(x)).flatten(0, 1), x.flatten()) for e, h in models
-        ]
+        losses = [nn.functional.cross_entropy(h(e(x)).flatten(0, 1), x.flatten()) for e, h in models]
         losses[0].backward()
         fused.step()
         (losses[1] / 2).backward()

@@ -91,9 +91,7 @@ def assert_half_as_exact(got, same, oracle, dtype):
             assert mine <= 2 * theirs + floor * scale, (name, measure.__name__, mine, theirs)
 
 
-ADAMS = list(
-    itertools.product((torch.optim.Adam, torch.optim.AdamW), (0.0, 0.1), *[(False, True)] * 2)
-)
+ADAMS = list(itertools.product((torch.optim.Adam, torch.optim.AdamW), (0.0, 0.1), *[(False, True)] * 2))
 
 
 @pytest.mark.parametrize("step", [0, 11])
@@ -138,9 +136,7 @@ SGDS = [
 
 @pytest.mark.parametrize("step", [0, 11])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options", SGDS, ids=lambda o: "-".join(k for k, v in o.items() if v) or "plain"
-)
+@pytest.mark.parametrize("options", SGDS, ids=lambda o: "-".join(k for k, v in o.items() if v) or "plain")
 def test_sgd(options, dtype, step):
     params, grads = draw(dtype), draw(dtype)
     states = {"momentum_buffer": draw(dtype)} if options["momentum"] else {}

@@ -129,8 +129,7 @@ def test_checkpointed_activations(use_reentrant):
         hidden.square().sum().backward()
         optimizer.step()
     loss = sum(
-        (nn.functional.linear(nn.functional.linear(x.double(), *truth), *truth).tanh() ** 2).sum()
-        for x in xs
+        (nn.functional.linear(nn.functional.linear(x.double(), *truth), *truth).tanh() ** 2).sum() for x in xs
     )
     grads = torch.autograd.grad(loss / 2, truth)
     with torch.no_grad():
@@ -299,6 +298,4 @@ def test_unchanged_by_refusals():
     optimizer = fused(p)
     send(p, 1.0)
     optimizer.step()
-    unchanged(
-        optimizer, lambda: optimizer.backward((p * 1.0).sum(), weight=-1), ValueError, "at least 0"
-    )
+    unchanged(optimizer, lambda: optimizer.backward((p * 1.0).sum(), weight=-1), ValueError, "at least 0")

@@ -47,9 +47,7 @@ def test_n01_micro_batches_count_by_their_items(take, backend, how, tensor):
         ([EMPTY, EMPTY], None),
     ):
         w = parameter(1.0)
-        optimizer = FusedAccumulator(
-            torch.optim.Adam([w], lr=0.5), len(parts), take=take, backend=backend
-        )
+        optimizer = FusedAccumulator(torch.optim.Adam([w], lr=0.5), len(parts), take=take, backend=backend)
         for x in parts:
             n = torch.tensor(len(x)) if tensor else len(x)
             loss = (w * x).mean() if "weight" in how else (w * x).sum()

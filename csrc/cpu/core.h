@@ -48,7 +48,7 @@ struct GatherArgs {
   std::int64_t n_chunks;
   double weight;
   double kept_weight;
-  double* partials;  // [n_chunks] or null
+  double* partials;   // [n_chunks] or null
   double* nonfinite;  // [n_chunks] or null
   NormSpec spec;
   bool stream = false;  // set by gather(): write whole new strands around the caches
@@ -128,7 +128,7 @@ struct FinishArgs {
   std::int64_t n_spans;
   const double* max_norm;  // [n_norm_groups], inf: not clipped
   std::int64_t n_norm_groups;
-  double weight;  // total weight x loss scale; the gradient is divided by it
+  double weight;   // total weight x loss scale; the gradient is divided by it
   double divisor;  // what the data is divided by: weight, or 1 for reduction="sum"
   bool skip_nonfinite;
   NormSpec spec;

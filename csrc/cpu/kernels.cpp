@@ -81,8 +81,7 @@ inline void narrow_strand(const real* source, T* out, int n) {
     for (; i + 16 <= n; i += 16) {
       const __m256i packed =
           _mm256_packus_epi32(narrow_to_bfloat16(source + i), narrow_to_bfloat16(source + i + 8));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                          _mm256_permute4x64_epi64(packed, 0b11011000));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_permute4x64_epi64(packed, 0b11011000));
     }
   }
 #endif
@@ -110,10 +109,18 @@ template <typename real>
 inline const real* read_strand(const void* source, DType dtype, real* scratch, int n) {
   if (dtype == Native<real>::dtype) return static_cast<const real*>(source);
   switch (dtype) {
-    case DType::kFloat32: widen_strand(static_cast<const float*>(source), scratch, n); break;
-    case DType::kBFloat16: widen_strand(static_cast<const bfloat16*>(source), scratch, n); break;
-    case DType::kFloat16: widen_strand(static_cast<const float16*>(source), scratch, n); break;
-    case DType::kFloat64: widen_strand(static_cast<const double*>(source), scratch, n); break;
+    case DType::kFloat32:
+      widen_strand(static_cast<const float*>(source), scratch, n);
+      break;
+    case DType::kBFloat16:
+      widen_strand(static_cast<const bfloat16*>(source), scratch, n);
+      break;
+    case DType::kFloat16:
+      widen_strand(static_cast<const float16*>(source), scratch, n);
+      break;
+    case DType::kFloat64:
+      widen_strand(static_cast<const double*>(source), scratch, n);
+      break;
   }
   return scratch;
 }
@@ -128,10 +135,18 @@ template <typename real>
 inline void write_strand(const real* values, void* target, DType dtype, int n) {
   if (values == target) return;
   switch (dtype) {
-    case DType::kFloat32: narrow_strand(values, static_cast<float*>(target), n); break;
-    case DType::kBFloat16: narrow_strand(values, static_cast<bfloat16*>(target), n); break;
-    case DType::kFloat16: narrow_strand(values, static_cast<float16*>(target), n); break;
-    case DType::kFloat64: narrow_strand(values, static_cast<double*>(target), n); break;
+    case DType::kFloat32:
+      narrow_strand(values, static_cast<float*>(target), n);
+      break;
+    case DType::kBFloat16:
+      narrow_strand(values, static_cast<bfloat16*>(target), n);
+      break;
+    case DType::kFloat16:
+      narrow_strand(values, static_cast<float16*>(target), n);
+      break;
+    case DType::kFloat64:
+      narrow_strand(values, static_cast<double*>(target), n);
+      break;
   }
 }
 
@@ -259,10 +274,14 @@ inline double reduce_strand(const real* x, int n, const NormSpec& spec) {
 template <typename real>
 inline double reduce_strand(const real* x, int n, const NormSpec& spec) {
   switch (spec.norm) {
-    case Norm::kTwo: return reduce_strand<Norm::kTwo>(x, n, spec);
-    case Norm::kOne: return reduce_strand<Norm::kOne>(x, n, spec);
-    case Norm::kInf: return reduce_strand<Norm::kInf>(x, n, spec);
-    case Norm::kPower: return reduce_strand<Norm::kPower>(x, n, spec);
+    case Norm::kTwo:
+      return reduce_strand<Norm::kTwo>(x, n, spec);
+    case Norm::kOne:
+      return reduce_strand<Norm::kOne>(x, n, spec);
+    case Norm::kInf:
+      return reduce_strand<Norm::kInf>(x, n, spec);
+    case Norm::kPower:
+      return reduce_strand<Norm::kPower>(x, n, spec);
   }
   return 0.0;
 }
@@ -461,18 +480,17 @@ inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
   const double* h = s.hyper;
   const int flags = static_cast<int>(h[kHyperFlags]);
   const bool decoupled = (flags & kDecoupled) != 0;
-  const Adam<real, kFlags> update{
-      static_cast<real>(signed_factor(s, flags)),
-      static_cast<real>(h[kMaxValue]),
-      static_cast<real>(decoupled ? 1.0 - h[kLr] * h[kWeightDecay] : 1.0),
-      static_cast<real>(h[kWeightDecay]),
-      static_cast<real>(h[kBeta1]),
-      static_cast<real>(1.0 - h[kBeta1]),
-      static_cast<real>(h[kBeta2]),
-      static_cast<real>(1.0 - h[kBeta2]),
-      static_cast<real>(s.scalars[kStepSize]),
-      static_cast<real>(s.scalars[kInvBias2Sqrt]),
-      static_cast<real>(h[kEps])};
+  const Adam<real, kFlags> update{static_cast<real>(signed_factor(s, flags)),
+                                  static_cast<real>(h[kMaxValue]),
+                                  static_cast<real>(decoupled ? 1.0 - h[kLr] * h[kWeightDecay] : 1.0),
+                                  static_cast<real>(h[kWeightDecay]),
+                                  static_cast<real>(h[kBeta1]),
+                                  static_cast<real>(1.0 - h[kBeta1]),
+                                  static_cast<real>(h[kBeta2]),
+                                  static_cast<real>(1.0 - h[kBeta2]),
+                                  static_cast<real>(s.scalars[kStepSize]),
+                                  static_cast<real>(s.scalars[kInvBias2Sqrt]),
+                                  static_cast<real>(h[kEps])};
   void* at[3];
   real* state[3] = {unused, unused, unused};
   for (int j = 0; j < (kAmsgradOn ? 3 : 2); ++j) {
@@ -568,13 +586,18 @@ inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
   const bool decay = s.hyper[kWeightDecay] != 0.0;
   switch ((momentum ? kSgdMomentum : 0) | (momentum && nesterov ? kSgdNesterov : 0) |
           (decay ? kSgdDecay : 0)) {
-    case kSgdMomentum: return sgd_strand<real, kSgdMomentum>(s, from, n);
-    case kSgdMomentum | kSgdDecay: return sgd_strand<real, kSgdMomentum | kSgdDecay>(s, from, n);
-    case kSgdMomentum | kSgdNesterov: return sgd_strand<real, kSgdMomentum | kSgdNesterov>(s, from, n);
+    case kSgdMomentum:
+      return sgd_strand<real, kSgdMomentum>(s, from, n);
+    case kSgdMomentum | kSgdDecay:
+      return sgd_strand<real, kSgdMomentum | kSgdDecay>(s, from, n);
+    case kSgdMomentum | kSgdNesterov:
+      return sgd_strand<real, kSgdMomentum | kSgdNesterov>(s, from, n);
     case kSgdMomentum | kSgdNesterov | kSgdDecay:
       return sgd_strand<real, kSgdMomentum | kSgdNesterov | kSgdDecay>(s, from, n);
-    case kSgdDecay: return sgd_strand<real, kSgdDecay>(s, from, n);
-    default: return sgd_strand<real, 0>(s, from, n);
+    case kSgdDecay:
+      return sgd_strand<real, kSgdDecay>(s, from, n);
+    default:
+      return sgd_strand<real, 0>(s, from, n);
   }
 }
 

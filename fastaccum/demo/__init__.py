@@ -45,9 +45,7 @@ def main(argv: list[str]) -> int:
     """Runs the demo and returns the exit status of the process."""
     arguments = parse_arguments(argv)
     if missing := missing_packages():
-        print(
-            f'the demo needs {", ".join(missing)}: pip install "fastaccum[demo]"', file=sys.stderr
-        )
+        print(f'the demo needs {", ".join(missing)}: pip install "fastaccum[demo]"', file=sys.stderr)
         return 2
     # OpenMP reads this when torch is loaded. Threads that spin while they wait for each other stall
     # each other on a machine that also does something else; sleeping costs next to nothing here.

@@ -38,9 +38,7 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     return max(differences) if all(map(math.isfinite, differences)) else math.nan
 
 
-def judge(
-    losses: Sequence[float], exact: Sequence[float], stock: Mapping[str, Sequence[float]]
-) -> Verdict:
+def judge(losses: Sequence[float], exact: Sequence[float], stock: Mapping[str, Sequence[float]]) -> Verdict:
     """Applies the rule to the windows that the float64 run took part in.
 
     Args:

@@ -94,9 +94,7 @@ def train(task: Task, progress: Progress) -> Result:
             window = next(runs[name].windows)
             if name == FUSED:
                 rate = window.items / sum(window.seconds.values())
-                progress.update(
-                    bar, loss=f"loss {window.loss:.3f}", rate=f"{rate:,.0f} {task.unit}/s"
-                )
+                progress.update(bar, loss=f"loss {window.loss:.3f}", rate=f"{rate:,.0f} {task.unit}/s")
         progress.advance(bar)
     plain = runs[PLAIN].losses
     return Result(
