@@ -56,7 +56,7 @@ sanitize: $(STAMP)
 	cd $(SANITIZED) && \
 	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  ../../$(BIN)/python -m pytest -m native $(ARGS)
+	  ../../$(BIN)/python -m pytest -q -m "native and quick" $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info fastaccum/*.so fastaccum/_build_note.txt

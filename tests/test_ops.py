@@ -112,6 +112,15 @@ def test_folds_over_many_chunks(backend, dtype, norm_type):
         assert got["partials"].shape[1] >= 64
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("chunks", [15, 16, 17, 32, 33, 49])
+@pytest.mark.parametrize("name", ["norm_", "scale_"])
+def test_the_last_chunk_of_a_batch_is_done(name, chunks, backend):
+    """Chunks are handed to threads by sixteen."""
+    case = BY_NAME[name]
+    agrees(case, case.variants[0], backend, torch.float32, [(chunks - 1) * 8192 + 5])
+
+
 def test_folds_over_many_rows_of_partials(backend):
     case = BY_NAME["finish_"]
     agrees(case, case.variants[0], backend, torch.float64, 20_001)
