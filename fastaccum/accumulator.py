@@ -66,7 +66,8 @@ class FusedAccumulator(Optimizer):
             was divided already).
         take: ``"step"``: gradients stay in ``.grad`` until ``step()``; ``"backward"``: they are added
             into the buffer while backward runs and ``.grad`` is None afterwards, which saves up to two
-            gradients of memory.
+            gradients of memory. What works on ``.grad`` does nothing then: ``model.zero_grad()`` does not
+            drop a micro-batch (this wrapper's ``zero_grad()`` does), foreign clipping does not clip.
         nonfinite: what to do when the finished gradient holds inf or NaN: ``"skip"`` the update and
             count it, ``"propagate"`` as stock PyTorch does, or raise an ``"error"`` before anything
             changes (this one waits for the device).
@@ -236,7 +237,7 @@ class FusedAccumulator(Optimizer):
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
         value = arguments.accumulation_steps(value)
-        if self._micro_step or self._pending.added:
+        if self._micro_step or self._pending.in_window:
             raise RuntimeError(
                 f"accumulation_steps cannot change inside an open window ({self._micro_step} of "
                 f"{self.accumulation_steps} micro-batches are in): flush() or discard() it first"
@@ -436,7 +437,7 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches.
         """
-        if self._pending.in_window:
+        if self._pending.in_window or self._pending.broken:
             self._pending.check_apart(self._micro_step, "zero_grad() cannot drop the pending micro-batch")
             self._window.reset()
             self._weight_kind = None
@@ -483,7 +484,7 @@ class FusedAccumulator(Optimizer):
         self._pending.check_step(given, self._weight_kind)
         self._sync_slots()
         closing = self._micro_step + 1 == self.accumulation_steps
-        if closing and self._micro_step:
+        if closing and (self._micro_step or self._pending.in_window):
             self._lay_out()  # the update needs the parameters as they lie now
         entries, kind, items = self._pending_entries(given, closing)
         if closing:
@@ -526,7 +527,7 @@ class FusedAccumulator(Optimizer):
         return entries, kind, items
 
     def _may_keep(self) -> bool:
-        return self._options["take"] == "step" and self._window.empty
+        return self._window.empty and (self._options["take"] == "step" or self.accumulation_steps == 1)
 
     def _take(self, entries: list[Entry], kind: str | None, items: float, closing: bool) -> None:
         """Moves the pending micro-batch into the window."""

@@ -3,7 +3,7 @@
 A hook that runs Python costs 1 to 2 microseconds per parameter and backward. Most parameters need only
 be noted, and ``list.append`` is that hook without a Python frame. The first ``WATCHED`` parameters also
 record the version of the gradient, so that a foreign clip, which changes every gradient in place, is
-noticed.
+noticed, and whether the backward that brought it came to its end.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Arrivals:
         """
         self.noted: list[Tensor] = []
         self._versions: dict[int, tuple[Any, Any, int]] = {}
+        self._unfinished: set[int] = set()  # backward calls that have not ended
         self._hook = hook
         self._owner = weakref.ref(owner)
         self._handles: dict[int, tuple[Any, Any]] = {}
@@ -89,9 +90,14 @@ class Arrivals:
 
     @property
     def _note_version(self) -> Callable[[Tensor], None]:
-        noted, versions = self.noted, self._versions
+        noted, versions, unfinished = self.noted, self._versions, self._unfinished
 
         def note(param: Tensor) -> None:
+            task = graph_task()
+            if task not in unfinished and task != -1:
+                unfinished.add(task)
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: unfinished.discard(task))
             noted.append(param)
             grad = param.grad
             versions[id(param)] = (weakref.ref(param), weakref.ref(grad), grad._version)  # type: ignore
@@ -111,9 +117,15 @@ class Arrivals:
         n, rest = divmod(len(self.noted), times)
         return n > 0 and rest == 0 and all(self.noted[0] is again for again in self.noted[::n])
 
+    @property
+    def broken(self) -> bool:
+        """Whether a backward that brought watched gradients never came to its end."""
+        return bool(self._unfinished) and graph_task() == -1
+
     def clear(self) -> None:
         """Forgets what was noted."""
         self.noted.clear()
+        self._unfinished.clear()
         self._versions.clear()
 
 

@@ -177,6 +177,8 @@ def clip_grad_norm_(
     """
     from fastaccum.accumulator import FusedAccumulator
 
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.item()
     limit = arguments.max_norm(max_norm)
     if limit is None:
         raise TypeError("max_norm must be a number, got None")
@@ -199,6 +201,12 @@ def clip_grad_norm_(
 
 def _scale(grads: list[Tensor], factor: Tensor) -> None:
     with torch.no_grad():
+        for i, grad in enumerate(grads):
+            if any(size > 1 and step == 0 for size, step in zip(grad.shape, grad.stride(), strict=True)):
+                raise RuntimeError(
+                    f"gradient {i} (shape {list(grad.shape)}) is expanded: several of its elements share "
+                    "memory and cannot be scaled in place. clone() it first"
+                )
         dense = [_dense(grad) for grad in grads]
         backend = backends.load(backends.choose("auto", grads[0].device))
         backend.scale_(dense, factor, torch.zeros(len(dense), dtype=torch.int64), math.inf)

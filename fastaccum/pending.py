@@ -45,7 +45,7 @@ class Pending:
     Attributes:
         arrivals: the hooks and what they have noted.
         weight: what ``backward()`` was given, or None.
-        taken: gradients moved out of ``.grad``, not added yet.
+        taken: gradients moved out of ``.grad``, not added yet; each parameter once.
         added: some of the pending gradients are in the window's buffer already.
     """
 
@@ -57,9 +57,8 @@ class Pending:
             take: ``"step"`` or ``"backward"``.
         """
         self.weight: Weight | None = None
-        self.taken: list[Entry] = []
         self.added = False
-        self._taken_bytes = 0
+        self._empty_bucket()
         self._tasks: set[int] = set()  # backward calls that have not ended
         self._in_backward = take == "backward"
         self._owner = weakref.ref(owner)
@@ -77,17 +76,21 @@ class Pending:
         """Whether gradients have left ``.grad`` (only with take="backward")."""
         return self.added or bool(self.taken)
 
+    @property
+    def broken(self) -> bool:
+        """Whether a backward failed after some of its gradients were taken."""
+        return bool(self._tasks) and graph_task() == -1
+
     def clear(self) -> None:
         """Forgets the micro-batch; ``.grad`` is the caller's affair."""
         self.arrivals.clear()
         self.weight = None
-        self.taken = []
-        self._taken_bytes = 0
         self.added = False
+        self._tasks.clear()
+        self._empty_bucket()
 
     def drop_with_window(self) -> None:
         """The window is dropped: what was added to it is gone, what lies in ``.grad`` stays."""
-        self._tasks.clear()
         if self._in_backward:
             self.clear()
 
@@ -138,9 +141,14 @@ class Pending:
     # ---------------------------------------------------------------------------------------- checks
 
     def check_arrived(self, slots: Iterable[Slot]) -> None:
-        """Raises RuntimeError if a gradient that arrived is gone from ``.grad``."""
+        """Raises RuntimeError if a gradient that arrived is gone, or only a part of them arrived."""
         if self._in_backward:
             return
+        if self.arrivals.broken:
+            raise RuntimeError(
+                "a backward() raised after some of its gradients had arrived, so the pending micro-batch is "
+                "incomplete: call zero_grad() to drop it, then run the micro-batch again or go on"
+            )
         for param in self.arrivals.noted:
             if param.grad is not None:
                 continue
@@ -155,7 +163,7 @@ class Pending:
 
     def check_whole(self) -> None:
         """Raises RuntimeError if a backward failed after some of its gradients were added."""
-        if self._tasks and graph_task() == -1:
+        if self.broken:
             raise RuntimeError(
                 "a backward() raised after some of its gradients were added to the window "
                 "(take='backward'): the window is incomplete. Call discard() and start it again"
@@ -189,18 +197,24 @@ class Pending:
         slot = owner._roster.slot_of(param)
         if slot is None or param.grad is None:
             return
+        if slot.number in self._taken_numbers:  # a nested backward has brought it already
+            self.add_taken()
         self.arrivals.noted.append(param)
         with torch.no_grad():
             grad = slot.taken(param.grad)
             param.grad = None
             self.taken.append((slot, grad))
+            self._taken_numbers.add(slot.number)
             self._taken_bytes += grad.numel() * grad.element_size()
-            if self._taken_bytes >= BUCKET_BYTES:
+            # At K = 1 nothing is accumulated, so there is no buffer to add to: step() uses them as they are.
+            if self._taken_bytes >= BUCKET_BYTES and owner.accumulation_steps > 1:
                 self.add_taken()
 
     def _end(self, task: int) -> None:
-        with torch.no_grad():
-            self.add_taken()
+        owner = self._owner()
+        if owner is not None and owner.accumulation_steps > 1:
+            with torch.no_grad():
+                self.add_taken()
         self._tasks.discard(task)
 
     def add_taken(self) -> None:
@@ -212,5 +226,9 @@ class Pending:
             owner = self._owner()
             owner._add(self.taken, items if kind == "weight" else 1.0)
         self.added = True
-        self.taken = []
+        self._empty_bucket()
+
+    def _empty_bucket(self) -> None:
+        self.taken: list[Entry] = []
+        self._taken_numbers: set[int] = set()
         self._taken_bytes = 0

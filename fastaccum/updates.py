@@ -15,10 +15,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import ops
-from fastaccum.slots import Plan, Slot
+from fastaccum.slots import Slot
+from fastaccum.window import Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
-Finished = list[tuple[Plan, list[int], list[Tensor], Tensor]]
 
 
 def rule_for(optimizer: Optimizer) -> FusedRule | GenericRule:
@@ -92,12 +92,16 @@ class FusedRule:
     ) -> None:
         """Applies the window; on the device, ``skip`` decides whether anything is written."""
         hyper = self.hyper(max_value, norm_group_of)
-        for plan, places, grads, index in finished:
+        # What may be refused comes first, for all plans: nothing is half done when it raises.
+        chosen = [
+            plan.slots if len(places) == len(plan.slots) else [plan.slots[k] for k in places]
+            for plan, places, _, _ in finished
+        ]
+        all_states = [self._states(slots) for slots in chosen]
+        for (plan, places, grads, index), slots, states in zip(finished, chosen, all_states, strict=True):
             whole = len(places) == len(plan.slots)
-            slots = plan.slots if whole else [plan.slots[k] for k in places]
             numbers = plan.numbers if whole else plan.numbers[index]
             groups = plan.groups if whole else plan.groups[index]
-            states = self._states(slots)
             if len(self._scalars) < len(slots):
                 self._scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64)
             backend.advance_(self.steps, self._scalars, numbers, groups, hyper, skip)
@@ -123,12 +127,15 @@ class FusedRule:
                 params[i].copy_(targets[i])
             torch.autograd.graph.increment_version(params)
 
-    def _checked(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> list[list[Tensor]]:
-        """State tensors in their parameters' memory order; looks again only when one was replaced."""
+    def _reordered(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> bool:
+        """Brings state tensors into their parameters' memory order, in place in the lists.
+
+        Returns whether it had to look: only when a tensor is not the one seen in the last window.
+        """
         if len(lists) == len(self._seen) and all(
             len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, self._seen, strict=True)
         ):
-            return lists
+            return False
         for tensors in lists:
             for i, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
                 if tensor.shape != slot.param.shape:
@@ -138,7 +145,7 @@ class FusedRule:
                     )
                 tensors[i] = slot.ordered(tensor)
         self._seen = lists
-        return lists
+        return True
 
 
 class AdamRule(FusedRule):
@@ -169,7 +176,9 @@ class AdamRule(FusedRule):
                 if groups[slot.group]["amsgrad"] and "max_exp_avg_sq" not in entry:
                     entry["max_exp_avg_sq"] = slot.empty().zero_()
             lists.append([e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries])
-        return self._stored(slots, entries, self._checked(slots, lists))
+        if self._reordered(slots, lists):
+            self._store(slots, entries, lists)
+        return lists
 
     def _adopt(self, slot: Slot, entry: dict[str, Any]) -> None:
         """Makes a parameter's state, or takes over one that was loaded or set by hand."""
@@ -183,18 +192,16 @@ class AdamRule(FusedRule):
         entry.clear()
         entry.update({"step": view, **rest})
 
-    def _stored(
+    def _store(
         self, slots: Sequence[Slot], entries: Sequence[dict[str, Any]], lists: list[list[Tensor]]
-    ) -> list[list[Tensor]]:
+    ) -> None:
         for key, tensors in zip(("exp_avg", "exp_avg_sq"), lists, strict=False):
             for entry, tensor in zip(entries, tensors, strict=True):
-                if entry[key] is not tensor:
-                    entry[key] = tensor
+                entry[key] = tensor
         if len(lists) == 3:
             for slot, entry, tensor in zip(slots, entries, lists[2], strict=True):
                 if self.optimizer.param_groups[slot.group]["amsgrad"]:
                     entry["max_exp_avg_sq"] = tensor
-        return lists
 
     def _apply(
         self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any
@@ -234,12 +241,12 @@ class SgdRule(FusedRule):
             elif self._known.get(slot.number) is not buffer:
                 self.steps[slot.number].clamp_(min=1.0)  # a loaded buffer is not a first step
             buffers.append(buffer)
-        (checked,) = self._checked(slots, [buffers])
-        for slot, tensor in zip(slots, checked, strict=True):
-            if groups[slot.group]["momentum"]:
-                state[slot.param]["momentum_buffer"] = tensor
-                self._known[slot.number] = tensor
-        return [checked]
+        if self._reordered(slots, [buffers]):
+            for slot, tensor in zip(slots, buffers, strict=True):
+                if groups[slot.group]["momentum"]:
+                    state[slot.param]["momentum_buffer"] = tensor
+                    self._known[slot.number] = tensor
+        return [buffers]
 
     def _apply(
         self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any

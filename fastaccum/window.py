@@ -18,6 +18,8 @@ from torch import Tensor
 from fastaccum.slots import Plan, Slot
 
 Entry = tuple[Slot, Tensor]  # a gradient in its slot's memory order
+# Per plan: (plan, places in it, sums in memory order, the places as a tensor).
+Finished = list[tuple[Plan, Sequence[int], list[Tensor], Tensor]]
 
 
 class FlatBuffer:
@@ -47,6 +49,7 @@ class Window:
         self.position: dict[int, tuple[int, int]] = {}  # slot number -> (plan, place in the plan)
         self.buffers: list[FlatBuffer] = []
         self.kept: dict[int, Tensor] = {}  # slot number -> gradient
+        self._kept_tables: list[tuple[list[Tensor], Tensor]] | None = None  # the same, by plan
         self.kept_weight = 1.0
         self.total = 0.0
         self.has_partials = False  # the last add has summed the norm
@@ -66,6 +69,7 @@ class Window:
         }
         self.buffers = []
         self.has_partials = self._in_buffers = False
+        self._kept_tables = None
         self.kept = {
             slot.number: slot.ordered(kept[id(slot.param)])
             for plan in plans
@@ -125,6 +129,7 @@ class Window:
         self.has_partials = False
         if keep and self.empty:
             self.kept = {slot.number: grad for slot, grad in entries}
+            self._kept_tables = self._by_plan(entries)
             self.kept_weight = weight
             return
         if not self.buffers:
@@ -132,7 +137,7 @@ class Window:
         factor = None if weight == 1.0 else _scalar(weight)
         kept_factor = None if self.kept_weight == 1.0 else _scalar(self.kept_weight)
         fresh = self._by_plan(entries)
-        kept = self._by_plan([(self._slot(n), grad) for n, grad in self.kept.items()])
+        kept = self._kept_by_plan()
         for i, (plan, buffer) in enumerate(zip(self.plans, self.buffers, strict=True)):
             backend.gather_(
                 buffer.data,
@@ -145,9 +150,15 @@ class Window:
                 kept_factor,
                 norm_type,
             )
-        self.kept = {}
+        self.kept, self._kept_tables = {}, None
         self._in_buffers = True
         self.has_partials = partials
+
+    def _kept_by_plan(self) -> list[tuple[list[Tensor], Tensor]]:
+        if self._kept_tables is None:
+            entries = [(self._slot(number), grad) for number, grad in self.kept.items()]
+            self._kept_tables = self._by_plan(entries)
+        return self._kept_tables
 
     def _by_plan(self, entries: Sequence[Entry]) -> list[tuple[list[Tensor], Tensor]]:
         """Per plan: tensors in layout order and their index."""
@@ -170,14 +181,14 @@ class Window:
 
     # ----------------------------------------------------------------------------------- closing
 
-    def finished(self) -> list[tuple[Plan, list[int], list[Tensor], Tensor]]:
+    def finished(self) -> Finished:
         """Per plan with gradients: (plan, places, sums in memory order, index)."""
-        result = []
+        result: Finished = []
         if self.kept:
-            kept = self._by_plan([(self._slot(n), grad) for n, grad in self.kept.items()])
-            for plan, (grads, index) in zip(self.plans, kept, strict=True):
+            for plan, (grads, index) in zip(self.plans, self._kept_by_plan(), strict=True):
                 if grads:
-                    result.append((plan, index.tolist(), grads, index))
+                    whole = len(grads) == len(plan.slots)
+                    result.append((plan, range(len(grads)) if whole else index.tolist(), grads, index))
             return result
         for buffer in self.buffers if self._in_buffers else ():
             places = [k for k, here in enumerate(buffer.present.tolist()) if here]
@@ -216,7 +227,7 @@ class Window:
 
     def reset(self) -> None:
         """Forgets the gradients; buffers stay allocated."""
-        self.kept = {}
+        self.kept, self._kept_tables = {}, None
         self.kept_weight = 1.0
         self.total = 0.0
         self.has_partials = False

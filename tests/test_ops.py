@@ -44,11 +44,16 @@ def lists(grid, start):
     return [0, *grid[start:], 3, *grid[:start], 700, 0]
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-@pytest.mark.parametrize(("case", "variant"), VARIANTS)
-def test_native_is_the_reference(case, variant, backend, dtype):
-    if dtype not in case.dtypes:
-        pytest.skip("this op's tables have one dtype")
+@pytest.mark.parametrize(
+    ("case", "variant", "dtype"),
+    [
+        pytest.param(c, v, dtype, id=f"{c.name}-{v.desc}-{DTYPE_NAMES[dtype]}")
+        for c in CASES
+        for v in c.variants
+        for dtype in c.dtypes
+    ],
+)
+def test_native_is_the_reference(case, variant, dtype, backend):
     i = case.variants.index(variant) + case.dtypes.index(dtype)
     grid = case.grid if dtype == case.dtypes[0] else case.grid[:-1]
     agrees(case, variant, backend, dtype, lists(grid, i), i, shift=i % 3)
