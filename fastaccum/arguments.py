@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def weight(value: Any, argument: str) -> float:
         raise TypeError(
             f"{argument} must be a number or a 0-d tensor, got {value!r} of type {type(value).__name__}"
         )
-    if not (0.0 <= value < math.inf):
+    if not (0.0 <= value <= sys.float_info.max):
         raise ValueError(f"{argument} must be finite and at least 0 (a number of items), got {value}")
     return float(value)
 

@@ -70,12 +70,17 @@ class FusedRule:
     def hyper(self, max_value: float | None, norm_group_of: Sequence[int]) -> Tensor:
         """The table of the groups' options, made again only when one of them changed."""
         limit = math.inf if max_value is None else max_value
-        key = [
-            (*row[:7], limit, float(norm_group), row[7])
-            for row, norm_group in zip(
-                map(self._row, self.optimizer.param_groups), norm_group_of, strict=True
-            )
-        ]
+        key = []
+        for i, (group, norm_group) in enumerate(zip(self.optimizer.param_groups, norm_group_of, strict=True)):
+            try:
+                row = tuple(map(float, self._row(group)))
+            except (KeyError, TypeError, ValueError) as error:
+                options = {name: value for name, value in group.items() if name != "params"}
+                raise ValueError(
+                    f"param_groups[{i}] holds an option that cannot be used ({error!r}): {options}. "
+                    "Nothing was updated; mend it and call flush()"
+                ) from error
+            key.append((*row[:7], limit, float(norm_group), row[7]))
         if key != self._hyper_key:
             self._hyper = torch.tensor(key, dtype=torch.float64)
             self._hyper_key = key
