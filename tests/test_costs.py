@@ -16,7 +16,7 @@ from fastaccum.layout import CHUNK, STRAND, Layout  # noqa: E402
 from fastaccum.slots import Slot, make_plans  # noqa: E402
 from tests.oracle import each_take, send  # noqa: E402
 
-pytestmark = [pytest.mark.native, pytest.mark.quick]
+pytestmark = pytest.mark.native
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 

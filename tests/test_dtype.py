@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from fastaccum import ops  # noqa: E402
 from tests.bits import different  # noqa: E402
 
-pytestmark = [pytest.mark.native, pytest.mark.quick]
+pytestmark = pytest.mark.native
 ONE = torch.ones(1, dtype=torch.float64)
 
 
