@@ -16,7 +16,7 @@ from fastaccum import ops  # noqa: E402
 from fastaccum.layout import Layout  # noqa: E402
 from tests.cases import hyper_row  # noqa: E402
 
-pytestmark = [pytest.mark.native, pytest.mark.quick]
+pytestmark = pytest.mark.native
 SIZES = (8193, 0, 33, 4001)  # over 10 000 elements
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOOR = 1e-9  # relative to the largest value: where the stock loop happens to be exact

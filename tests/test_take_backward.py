@@ -23,7 +23,7 @@ from tests.oracle import (  # noqa: E402
 )
 from tests.test_accumulator import Breaks  # noqa: E402
 
-pytestmark = [pytest.mark.native, pytest.mark.quick]
+pytestmark = pytest.mark.native
 SGD, AdamW, RMSprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop
 
 
