@@ -149,6 +149,12 @@ class Native(Data):
         return self.buffer if name.startswith("gather") else [*self.params, *self.exp_avgs]
 
 
+class Reference(Native):
+    """The same ops in plain PyTorch."""
+
+    backend = "reference"
+
+
 class Torch(Data):
     """Stock PyTorch: a call per tensor where there is no better, else foreach or fused."""
 
