@@ -79,7 +79,9 @@ class Native(Data):
         self.partials = torch.zeros(2, layout.n_chunks, dtype=torch.float64)
         self.group = torch.zeros(count, dtype=torch.int64)
         self.steps = torch.zeros(count)
-        self.scalars = torch.zeros(count, 3, dtype=torch.float64)
+        self.scalars = torch.zeros(
+            count, providers.require("fastaccum.ops", "SCALAR_COLUMNS"), dtype=torch.float64
+        )
         self.factor = torch.ones(1, dtype=torch.float64)
         self.half = torch.full((1,), 0.5, dtype=torch.float64)
         self.skip = torch.zeros((), dtype=torch.int32)
@@ -104,19 +106,27 @@ class Native(Data):
         flags = DECOUPLED if name == "adamw" else 0
         row = [LR, *BETAS, EPS, decay, MOMENTUM, 0.0, float("inf"), 0.0, flags]
         hyper = torch.tensor([row], dtype=torch.float64)
-        self.ops.advance_(self.steps, self.scalars, self.index, self.group, hyper, self.skip)
+        double = {"dtype": torch.float64}
+        one = torch.ones((), **double)
+        self.ops.finish_(
+            torch.zeros(()), torch.zeros(1, **double), torch.zeros(1, **double), self.skip,
+            torch.zeros((), dtype=torch.int64), self.partials, torch.zeros(0, 3, dtype=torch.int64),
+            torch.full((1,), float("inf"), **double), one, one,
+            self.steps, self.scalars, self.index, self.group, hyper, [], None, 2.0, None, True,
+        )  # fmt: skip
         tables = (
             self.segments,
             self.index,
             self.group,
+            self.index,
             hyper,
             self.scalars,
             self.factor,
             self.skip,
         )
         if name == "sgd":
-            return lambda: self.ops.sgd_(self.params, self.exp_avgs, self.fresh, *tables)
-        lists = (self.params, self.exp_avgs, self.exp_avg_sqs, [], self.fresh)
+            return lambda: self.ops.sgd_(self.params, self.exp_avgs, [], self.fresh, *tables)
+        lists = (self.params, self.exp_avgs, self.exp_avg_sqs, [], [], self.fresh)
         return lambda: self.ops.adam_(*lists, *tables)
 
     def body(self, name: str) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 // Adam and AdamW: the update of one element, for the host and the device.
 #pragma once
 
-#include "strand.h"
+#include "hyper.h"
 
 namespace fastaccum {
 
@@ -40,5 +40,27 @@ struct Adam {
     param = p - (step_size * m) / (square_root(second) * inv_bias2_sqrt + eps);
   }
 };
+
+// The functor of one parameter: its group's row of hyper-parameters, its own scalars, the window's factor.
+template <typename real, int kFlags>
+FASTACCUM_HOST_DEVICE Adam<real, kFlags> adam_of(const Hypers& h, const double* scalars, double factor) {
+  return {static_cast<real>((h.flags & kMaximize) != 0 ? -factor : factor),
+          static_cast<real>(h.max_value),
+          static_cast<real>((h.flags & kDecoupled) != 0 ? 1.0 - scalars[kLrNow] * h.weight_decay : 1.0),
+          static_cast<real>(h.weight_decay),
+          static_cast<real>(h.beta1),
+          static_cast<real>(1.0 - h.beta1),
+          static_cast<real>(h.beta2),
+          static_cast<real>(1.0 - h.beta2),
+          static_cast<real>(scalars[kStepSize]),
+          static_cast<real>(scalars[kInvBias2Sqrt]),
+          static_cast<real>(h.eps)};
+}
+
+// The flags that a group's options ask for.
+FASTACCUM_HOST_DEVICE int adam_flags(const Hypers& h) {
+  const bool coupled = (h.flags & kDecoupled) == 0 && h.weight_decay != 0.0;
+  return (coupled ? kAdamCoupled : 0) | ((h.flags & kAmsgrad) != 0 ? kAdamAmsgrad : 0);
+}
 
 }  // namespace fastaccum

@@ -212,10 +212,55 @@ void norm_(const Tensor& partials, const Tensor& segments, const Tensors& tensor
             kTorchThreads);
 }
 
+// Hyper-parameter rows, with the learning rates that are tensors read into them.
+std::vector<double> hyper_rows(const Tensor& hyper, const Tensors& lrs,
+                               const std::optional<Tensor>& lr_groups) {
+  STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(1) == kHyperColumns,
+                  "fastaccum: hyper must have shape [groups, ", static_cast<std::int64_t>(kHyperColumns),
+                  "]");
+  const double* first = table<double>(hyper, "hyper", hyper.numel());
+  std::vector<double> rows(first, first + hyper.numel());
+  if (lrs.empty()) return rows;
+  STD_TORCH_CHECK(lr_groups.has_value(), "fastaccum: lrs needs lr_groups");
+  const std::int64_t* g = table<std::int64_t>(*lr_groups, "lr_groups", static_cast<std::int64_t>(lrs.size()));
+  for (std::size_t i = 0; i < lrs.size(); ++i) {
+    STD_TORCH_CHECK(g[i] >= 0 && g[i] < hyper.size(0), "fastaccum: lr_groups[", i, "] is out of range");
+    STD_TORCH_CHECK(lrs[i].is_cpu() && lrs[i].numel() == 1, "fastaccum: lrs[", i,
+                    "] must be one element on the CPU");
+    double& lr = rows[g[i] * kHyperColumns + kLr];
+    if (dtype_of(lrs[i], "lrs") == DType::kFloat64) {
+      lr = *static_cast<const double*>(lrs[i].const_data_ptr());
+    } else {
+      lr = *table<float>(lrs[i], "lrs", 1);
+    }
+  }
+  return rows;
+}
+
+const std::int64_t* groups_of(const Tensor& group, std::int64_t n, const Tensor& hyper) {
+  const std::int64_t* g = table<std::int64_t>(group, "group", n);
+  for (std::int64_t i = 0; i < n; ++i)
+    STD_TORCH_CHECK(g[i] >= 0 && g[i] < hyper.size(0), "fastaccum: group[", i, "] is out of range");
+  return g;
+}
+
+// Rows of `scalars` (and of `steps`), one per parameter.
+const std::int64_t* rows_of(const Tensor& row, std::int64_t n, const Tensor& scalars) {
+  STD_TORCH_CHECK(scalars.dim() == 2 && scalars.size(1) == kScalarColumns,
+                  "fastaccum: scalars must have shape [n, ", static_cast<std::int64_t>(kScalarColumns), "]");
+  const std::int64_t* r = table<std::int64_t>(row, "row", n);
+  for (std::int64_t i = 0; i < n; ++i)
+    STD_TORCH_CHECK(r[i] >= 0 && r[i] < scalars.size(0), "fastaccum: row[", i, "] is beyond scalars");
+  return r;
+}
+
 void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor, const Tensor& skip,
              const Tensor& skipped, const Tensor& partials, const Tensor& spans, const Tensor& max_norm,
-             const Tensor& weight, const Tensor& divisor, double norm_type,
-             const std::optional<Tensor>& scale, bool skip_nonfinite) {
+             const Tensor& weight, const Tensor& divisor, const std::optional<Tensor>& steps,
+             const std::optional<Tensor>& scalars, const std::optional<Tensor>& row,
+             const std::optional<Tensor>& group, const std::optional<Tensor>& hyper, const Tensors& lrs,
+             const std::optional<Tensor>& lr_groups, double norm_type, const std::optional<Tensor>& scale,
+             bool skip_nonfinite) {
   STD_TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 3,
                   "fastaccum: spans must have shape [n, 3] (norm group, first chunk, end chunk)");
   const std::int64_t n_groups = max_norm.numel();
@@ -229,33 +274,35 @@ void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor
     n_chunks = rows[3 * s + 2] > n_chunks ? rows[3 * s + 2] : n_chunks;
   }
   const Partials sums = partials_of(partials, n_chunks);
-  cpu::finish({sums.sums, sums.nonfinite, reinterpret_cast<const cpu::Span*>(rows), n_spans,
-               table<double>(max_norm, "max_norm", n_groups), n_groups, *table<double>(weight, "weight", 1),
-               *table<double>(divisor, "divisor", 1), skip_nonfinite,
-               norm_spec(norm_type, scalar(scale, "scale", 1.0)), table<float>(norm, "norm", 1),
-               table<double>(group_norms, "group_norms", n_groups), table<double>(factor, "factor", n_groups),
-               table<std::int32_t>(skip, "skip", 1), table<std::int64_t>(skipped, "skipped", 1)});
-}
-
-const double* hyper_rows(const Tensor& hyper, const Tensor& group, std::int64_t n) {
-  STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(1) == kHyperColumns,
-                  "fastaccum: hyper must have shape [groups, ", static_cast<std::int64_t>(kHyperColumns),
-                  "]");
-  const std::int64_t* g = table<std::int64_t>(group, "group", n);
-  for (std::int64_t i = 0; i < n; ++i)
-    STD_TORCH_CHECK(g[i] >= 0 && g[i] < hyper.size(0), "fastaccum: group[", i, "] is out of range");
-  return table<double>(hyper, "hyper", hyper.numel());
-}
-
-void advance_(const Tensor& steps, const Tensor& scalars, const Tensor& index, const Tensor& group,
-              const Tensor& hyper, const Tensor& skip) {
-  const std::int64_t n = index.numel();
-  const std::int64_t* k = table<std::int64_t>(index, "index", n);
-  for (std::int64_t i = 0; i < n; ++i)
-    STD_TORCH_CHECK(k[i] >= 0 && k[i] < steps.numel(), "fastaccum: index[", i, "] is beyond steps");
-  cpu::advance({k, table<std::int64_t>(group, "group", n), n, hyper_rows(hyper, group, n),
-                *table<std::int32_t>(skip, "skip", 1), table<float>(steps, "steps", 0),
-                table<double>(scalars, "scalars", n * kScalarColumns)});
+  cpu::FinishArgs args{};
+  std::vector<double> hypers;
+  if (steps.has_value()) {
+    STD_TORCH_CHECK(scalars.has_value() && row.has_value() && group.has_value() && hyper.has_value(),
+                    "fastaccum: steps needs scalars, row, group and hyper");
+    args.n = row->numel();
+    args.row = rows_of(*row, args.n, *scalars);
+    args.group = groups_of(*group, args.n, *hyper);
+    hypers = hyper_rows(*hyper, lrs, lr_groups);
+    args.hyper = hypers.data();
+    args.steps = table<float>(*steps, "steps", scalars->size(0));
+    args.scalars = table<double>(*scalars, "scalars", scalars->numel());
+  }
+  args.partials = sums.sums;
+  args.nonfinite = sums.nonfinite;
+  args.spans = reinterpret_cast<const cpu::Span*>(rows);
+  args.n_spans = n_spans;
+  args.max_norm = table<double>(max_norm, "max_norm", n_groups);
+  args.n_norm_groups = n_groups;
+  args.weight = *table<double>(weight, "weight", 1);
+  args.divisor = *table<double>(divisor, "divisor", 1);
+  args.skip_nonfinite = skip_nonfinite;
+  args.spec = norm_spec(norm_type, scalar(scale, "scale", 1.0));
+  args.norm = table<float>(norm, "norm", 1);
+  args.group_norms = table<double>(group_norms, "group_norms", n_groups);
+  args.factor = table<double>(factor, "factor", n_groups);
+  args.skip = table<std::int32_t>(skip, "skip", 1);
+  args.skipped = table<std::int64_t>(skipped, "skipped", 1);
+  cpu::finish(args);
 }
 
 void scale_into(const Tensors& out, const Tensors& tensors, const Tensor& factor, const Tensor& factor_index,
@@ -283,21 +330,23 @@ void scale_(const Tensors& tensors, const Tensor& factor, const Tensor& factor_i
 }
 
 void update(void (*run)(const cpu::UpdateArgs&, cpu::ParallelFor), const Tensors& params,
-            std::initializer_list<const Tensors*> states, const Tensors& grads, const Tensor& segments,
-            const Tensor& index, const Tensor& group, const Tensor& hyper, const Tensor& scalars,
-            const Tensor& factor, const Tensor& skip) {
+            std::initializer_list<const Tensors*> states, const Tensors& copies, const Tensors& grads,
+            const Tensor& segments, const Tensor& index, const Tensor& group, const Tensor& row,
+            const Tensor& hyper, const Tensor& scalars, const Tensor& factor, const Tensor& skip) {
   if (*table<std::int32_t>(skip, "skip", 1) != 0) return;
   const Layout layout(segments);
   const std::int64_t n = static_cast<std::int64_t>(params.size());
   const std::int64_t* k = index_of(index, params.size(), layout, "index");
-  const std::int64_t* g = table<std::int64_t>(group, "group", n);
-  const double* h = hyper_rows(hyper, group, n);
-  const double* s = table<double>(scalars, "scalars", n * kScalarColumns);
+  const std::int64_t* g = groups_of(group, n, hyper);
+  const std::vector<double> h = hyper_rows(hyper, {}, {});
+  const std::int64_t* r = rows_of(row, n, scalars);
+  const double* s = table<double>(scalars, "scalars", scalars.numel());
   const double* factors = table<double>(factor, "factor", 1);
-  STD_TORCH_CHECK(grads.size() == params.size(), "fastaccum: as many grads as params");
-  std::vector<cpu::UpdateSegment> rows(params.size());
+  STD_TORCH_CHECK(grads.size() == params.size() && (copies.empty() || copies.size() == params.size()),
+                  "fastaccum: as many grads (and copies, if any) as params");
+  std::vector<cpu::UpdateSegment> table_rows(params.size());
   for (std::size_t i = 0; i < params.size(); ++i) {
-    cpu::UpdateSegment& row = rows[i];
+    cpu::UpdateSegment& row = table_rows[i];
     row.at = layout.at(k[i]);
     const Data param = data_of(params[i], row.at, "params", i);
     const Data grad = data_of(grads[i], row.at, "grads", i);
@@ -314,8 +363,13 @@ void update(void (*run)(const cpu::UpdateArgs&, cpu::ParallelFor), const Tensors
       row.state_dtypes[j] = state.dtype;
       ++j;
     }
-    row.hyper = h + g[i] * kHyperColumns;
-    row.scalars = s + static_cast<std::int64_t>(i) * kScalarColumns;
+    if (!copies.empty()) {
+      const Data copy = data_of(copies[i], row.at, "copies", i);
+      row.copy = copy.pointer;
+      row.copy_dtype = copy.dtype;
+    }
+    row.hyper = h.data() + g[i] * kHyperColumns;
+    row.scalars = s + r[i] * kScalarColumns;
     const std::int64_t norm_group = static_cast<std::int64_t>(row.hyper[kNormGroup]);
     STD_TORCH_CHECK(norm_group >= 0 && norm_group < factor.numel(),
                     "fastaccum: hyper's norm group is out of range");
@@ -326,21 +380,22 @@ void update(void (*run)(const cpu::UpdateArgs&, cpu::ParallelFor), const Tensors
     STD_TORCH_CHECK(j >= needed, "fastaccum: this update needs ", needed,
                     " state tensors per parameter, got ", j);
   }
-  run({rows.data(), n, layout.n_chunks}, kTorchThreads);
+  run({table_rows.data(), n, layout.n_chunks}, kTorchThreads);
 }
 
 void adam_(const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-           const Tensors& max_exp_avg_sqs, const Tensors& grads, const Tensor& segments, const Tensor& index,
-           const Tensor& group, const Tensor& hyper, const Tensor& scalars, const Tensor& factor,
-           const Tensor& skip) {
-  update(&cpu::adam, params, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs}, grads, segments, index, group,
-         hyper, scalars, factor, skip);
+           const Tensors& max_exp_avg_sqs, const Tensors& copies, const Tensors& grads,
+           const Tensor& segments, const Tensor& index, const Tensor& group, const Tensor& row,
+           const Tensor& hyper, const Tensor& scalars, const Tensor& factor, const Tensor& skip) {
+  update(&cpu::adam, params, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs}, copies, grads, segments, index,
+         group, row, hyper, scalars, factor, skip);
 }
 
-void sgd_(const Tensors& params, const Tensors& momentum_buffers, const Tensors& grads,
-          const Tensor& segments, const Tensor& index, const Tensor& group, const Tensor& hyper,
-          const Tensor& scalars, const Tensor& factor, const Tensor& skip) {
-  update(&cpu::sgd, params, {&momentum_buffers}, grads, segments, index, group, hyper, scalars, factor, skip);
+void sgd_(const Tensors& params, const Tensors& momentum_buffers, const Tensors& copies, const Tensors& grads,
+          const Tensor& segments, const Tensor& index, const Tensor& group, const Tensor& row,
+          const Tensor& hyper, const Tensor& scalars, const Tensor& factor, const Tensor& skip) {
+  update(&cpu::sgd, params, {&momentum_buffers}, copies, grads, segments, index, group, row, hyper, scalars,
+         factor, skip);
 }
 
 }  // namespace
@@ -349,7 +404,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastaccum, CPU, m) {
   m.impl("gather_", TORCH_BOX(&gather_));
   m.impl("norm_", TORCH_BOX(&norm_));
   m.impl("finish_", TORCH_BOX(&finish_));
-  m.impl("advance_", TORCH_BOX(&advance_));
   m.impl("scale_", TORCH_BOX(&scale_));
   m.impl("scale_into_", TORCH_BOX(&scale_into));
   m.impl("adam_", TORCH_BOX(&adam_));

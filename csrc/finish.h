@@ -1,28 +1,9 @@
 // The end of a window, decided once: norm, clip factor, skip, step counters, bias corrections.
 #pragma once
 
-#include "norm.h"
+#include "hyper.h"
 
 namespace fastaccum {
-
-// Columns of the hyper-parameter table, one float64 row per parameter group.
-enum Hyper : int {
-  kLr = 0,
-  kBeta1,
-  kBeta2,
-  kEps,
-  kWeightDecay,
-  kMomentum,
-  kDampening,
-  kMaxValue,
-  kNormGroup,
-  kHyperFlags,
-  kHyperColumns
-};
-enum HyperFlag : int { kDecoupled = 1, kAmsgrad = 2, kMaximize = 4, kNesterov = 8 };
-
-// Columns of the per-parameter scalars that change with the step count.
-enum Scalars : int { kStepSize = 0, kInvBias2Sqrt, kFirst, kScalarColumns };
 
 // min(1, max_norm / (norm + 1e-6)) as torch.nn.utils.clip_grad_norm_; max_norm = inf: no clipping.
 // Written so that a NaN norm gives NaN, as in stock PyTorch.
@@ -43,11 +24,12 @@ FASTACCUM_HOST_DEVICE double integer_power(double base, std::int64_t exponent) {
   return result;
 }
 
-FASTACCUM_HOST_DEVICE void bias_corrections(const double* hyper, double step, double* scalars) {
+FASTACCUM_HOST_DEVICE void bias_corrections(const Hypers& h, double step, double* scalars) {
   const auto t = static_cast<std::int64_t>(step);
-  scalars[kStepSize] = hyper[kLr] / (1.0 - integer_power(hyper[kBeta1], t));
-  scalars[kInvBias2Sqrt] = 1.0 / square_root(1.0 - integer_power(hyper[kBeta2], t));
+  scalars[kStepSize] = h.lr / (1.0 - integer_power(h.beta1, t));
+  scalars[kInvBias2Sqrt] = 1.0 / square_root(1.0 - integer_power(h.beta2, t));
   scalars[kFirst] = t == 1 ? 1.0 : 0.0;
+  scalars[kLrNow] = h.lr;
 }
 
 }  // namespace fastaccum

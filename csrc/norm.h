@@ -17,7 +17,7 @@ struct Contribution {
   FASTACCUM_HOST_DEVICE double of(double x) const {
     // A float32 (or narrower) square is exact in float64, so fused and unfused adds give the same bits.
     if constexpr (kNorm == Norm::kTwo) return x * x;
-    if constexpr (kNorm == Norm::kPower) return __builtin_pow(magnitude(x) / scale, power);
+    if constexpr (kNorm == Norm::kPower) return raised(magnitude(x) / scale, power);
     return magnitude(x);
   }
   static FASTACCUM_HOST_DEVICE double join(double a, double b) {
@@ -37,7 +37,7 @@ FASTACCUM_HOST_DEVICE double fold(double* x) {
 // The norm that a joined total stands for.
 FASTACCUM_HOST_DEVICE double norm_of_total(double total, Norm norm, double power, double scale) {
   if (norm == Norm::kTwo) return square_root(total);
-  if (norm == Norm::kPower) return total == 0.0 ? 0.0 : __builtin_pow(total, 1.0 / power) * scale;
+  if (norm == Norm::kPower) return total == 0.0 ? 0.0 : raised(total, 1.0 / power) * scale;
   return total;
 }
 

@@ -1,7 +1,7 @@
 // SGD with momentum: the update of one element, for the host and the device.
 #pragma once
 
-#include "strand.h"
+#include "hyper.h"
 
 namespace fastaccum {
 
@@ -31,5 +31,25 @@ struct Sgd {
     param = param - g * lr;
   }
 };
+
+// The functor of one parameter: its group's row of hyper-parameters, its own scalars, the window's factor.
+template <typename real, int kFlags>
+FASTACCUM_HOST_DEVICE Sgd<real, kFlags> sgd_of(const Hypers& h, const double* scalars, double factor) {
+  const bool first = scalars[kFirst] != 0.0;
+  return {static_cast<real>((h.flags & kMaximize) != 0 ? -factor : factor),
+          static_cast<real>(h.max_value),
+          static_cast<real>(h.weight_decay),
+          static_cast<real>(h.momentum),
+          static_cast<real>(first ? 0.0 : h.momentum),
+          static_cast<real>(first ? 1.0 : 1.0 - h.dampening),
+          static_cast<real>(scalars[kLrNow])};
+}
+
+// The flags that a group's options ask for.
+FASTACCUM_HOST_DEVICE int sgd_flags(const Hypers& h) {
+  const bool momentum = h.momentum != 0.0;
+  return (momentum ? kSgdMomentum : 0) | (momentum && (h.flags & kNesterov) != 0 ? kSgdNesterov : 0) |
+         (h.weight_decay != 0.0 ? kSgdDecay : 0);
+}
 
 }  // namespace fastaccum

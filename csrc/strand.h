@@ -31,10 +31,19 @@ FASTACCUM_HOST_DEVICE std::int64_t size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Square root and absolute value as functions that are inlined at every level (std::'s need not be).
+// Square root, absolute value and power as functions that are inlined at every level (std::'s need not
+// be). The square root is IEEE's on every device.
+#if defined(__CUDA_ARCH__)
+FASTACCUM_HOST_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+FASTACCUM_HOST_DEVICE double square_root(double x) { return __dsqrt_rn(x); }
+FASTACCUM_HOST_DEVICE double magnitude(double x) { return fabs(x); }
+FASTACCUM_HOST_DEVICE double raised(double x, double power) { return pow(x, power); }
+#else
 FASTACCUM_HOST_DEVICE float square_root(float x) { return __builtin_sqrtf(x); }
 FASTACCUM_HOST_DEVICE double square_root(double x) { return __builtin_sqrt(x); }
 FASTACCUM_HOST_DEVICE double magnitude(double x) { return __builtin_fabs(x); }
+FASTACCUM_HOST_DEVICE double raised(double x, double power) { return __builtin_pow(x, power); }
+#endif
 
 enum class Norm : std::int32_t { kTwo = 0, kOne = 1, kInf = 2, kPower = 3 };
 

@@ -557,7 +557,7 @@ class FusedAccumulator(Optimizer):
             self._roster.forget_layout()
             self._lay_out()
         if device not in self._backends:
-            self._backends[device] = backends.load(backends.choose(self._options["backend"], device))
+            self._backends[device] = backends.load(backends.choose(self._options["backend"], device), device)
         return self._backends[device]
 
     def _watch_for_misuse(self, had_backward: bool) -> None:
@@ -613,18 +613,23 @@ class FusedAccumulator(Optimizer):
         limits += [limit for limit in self._roster.limits if limit is not None]
         skip_nonfinite = options["nonfinite"] != "propagate"
         divisor = self._divide_by()
-        outcome.decide(backend, window, divisor, limits, options["norm_type"], skip_nonfinite)
+        # What may be refused comes first: nothing is half done when it raises.
+        counters = self._rule.prepare(finished, options["max_value"], self._roster.norm_group_of)
+        norm_type = options["norm_type"]
+        outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters)
         if options["nonfinite"] == "error" and bool(outcome.skip):
             outcome.skipped.sub_(1)
+            self._rule.cancel()
             raise RuntimeError(
                 f"the window's gradient is not finite (norm {float(outcome.norm)}) and nonfinite='error': "
                 "parameters and optimizer state are unchanged and the window is still open. Look for the "
                 "cause, then discard() the window, or use nonfinite='skip'"
             )
-        # On the CPU the flag is at hand; a GPU must not wait for it, there the kernels read it.
-        if not (outcome.device.type == "cpu" and bool(outcome.skip)):
-            max_value, norm_group_of = options["max_value"], self._roster.norm_group_of
-            self._rule.update(backend, finished, outcome.factor, outcome.skip, max_value, norm_group_of)
+        # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
+        if backend.synchronous and bool(outcome.skip):
+            self._rule.cancel()
+        else:
+            self._rule.update(backend, outcome.factor, outcome.skip)
         self._end_window()
 
     def _end_window(self) -> None:

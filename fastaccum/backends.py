@@ -20,6 +20,7 @@ import torch
 from fastaccum import ops, reference
 
 NAMES = ("native", "triton", "reference")
+CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -39,21 +40,68 @@ def _reason_from_build() -> str | None:
     return note.read_text().strip() if note.is_file() else None
 
 
+OLDEST_CAPABILITY = (8, 0)  # of a GPU: what the kernels are compiled for
+TRITON_VERSIONS = ((3, 6), (3, 9))  # the oldest and the newest that have been tried
+
+
 def reasons_against(backend: str, device: torch.device) -> list[str]:
     """Why a backend cannot serve a device; empty if it can."""
     if backend == "reference":
         return []
-    if backend == "native":
-        module, reason = native_module()
-        if module is None:
-            return [f"the native library is not there: {reason}"]
-        if device.type != "cpu":
-            return [f"there are no native kernels for {device.type} yet"]
-        wanted = os.environ.get("FASTACCUM_ISA")
-        if wanted and wanted not in module.isa_available().split():
-            return [f"FASTACCUM_ISA={wanted}: this CPU (and build) has {module.isa_available()}"]
-        return []
-    return ["the Triton kernels are not there yet"]
+    if backend == "triton":
+        return _reasons_against_triton(device)
+    module, reason = native_module()
+    if module is None:
+        return [f"the native library is not there: {reason}"]
+    if device.type == "cuda":
+        return _reasons_against_cuda(module.build_info(), device)
+    if device.type != "cpu":
+        return [f"there are no native kernels for {device.type}"]
+    wanted = os.environ.get("FASTACCUM_ISA")
+    if wanted and wanted not in module.isa_available().split():
+        return [f"FASTACCUM_ISA={wanted}: this CPU (and build) has {module.isa_available()}"]
+    return []
+
+
+def _reasons_against_cuda(info: dict[str, str], device: torch.device) -> list[str]:
+    toolkit = info.get("cuda", "")
+    if not toolkit:
+        return [f"the native library was built without CUDA: {info.get('cuda_note', 'unknown reason')}"]
+    reasons = []
+    if torch.version.cuda is None:
+        return ["this torch is not a CUDA build"]
+    if toolkit.split(".")[0] != torch.version.cuda.split(".")[0]:
+        reasons.append(
+            f"the kernels were built with CUDA {toolkit}, torch with {torch.version.cuda}: rebuild fastaccum "
+            "with a toolkit of the same major version"
+        )
+    return reasons + _reasons_against_gpu(device)
+
+
+def _reasons_against_gpu(device: torch.device) -> list[str]:
+    if not torch.cuda.is_available():
+        return ["torch sees no GPU"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return [f"the GPU's compute capability is {capability[0]}.{capability[1]}, 8.0 is needed"]
+    return []
+
+
+def _reasons_against_triton(device: torch.device) -> list[str]:
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        return [f"Triton cannot be imported: {error}"]
+    oldest, newest = TRITON_VERSIONS
+    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
+    reasons = []
+    if not oldest <= version <= newest:
+        reasons.append(f"Triton {triton.__version__} has not been tried; 3.6 to 3.9 have")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return reasons
+    if device.type != "cuda":
+        return [*reasons, f"Triton kernels run on a GPU, not on {device.type} (but for TRITON_INTERPRET=1)"]
+    return reasons + _reasons_against_gpu(device)
 
 
 def choose(backend: str, device: torch.device) -> str:
@@ -86,15 +134,25 @@ def choose(backend: str, device: torch.device) -> str:
 
 
 @functools.cache
-def load(name: str) -> SimpleNamespace:
-    """The functions of a backend that :func:`choose` has named."""
+def load(name: str, device: torch.device = CPU) -> Any:
+    """The functions of a backend that :func:`choose` has named, for one device.
+
+    Returns:
+        an object with a function for each of :data:`fastaccum.ops.NAMES`, its ``name``, and whether it is
+        ``synchronous``: its results may be read by the host without waiting for anything.
+    """
+    if name == "triton" or (name == "native" and device.type != "cpu"):
+        from fastaccum import gpu, launchers
+
+        make = launchers.CudaLauncher if name == "native" else launchers.TritonLauncher
+        return gpu.Backend(make(device), device)
     functions: dict[str, Callable[..., None]] = {}
     for op in ops.NAMES:
         if name == "reference":
             functions[op] = getattr(reference, op)
         else:
             functions[op] = getattr(torch.ops.fastaccum, op).default
-    return SimpleNamespace(name=name, **functions)
+    return SimpleNamespace(name=name, synchronous=True, **functions)
 
 
 def explain(device: torch.device | str | None = None) -> dict[str, dict[str, list[str]]]:
@@ -112,12 +170,31 @@ def explain(device: torch.device | str | None = None) -> dict[str, dict[str, lis
 
 
 def _register() -> None:
-    """Gives torch.ops.fastaccum its CPU kernels: native ones, or the reference in their place."""
+    """Gives torch.ops.fastaccum its kernels: CPU native ones, or the reference; on a GPU the best there."""
     module, _ = native_module()
-    if module is not None:
-        return
     for op in ops.NAMES:
-        ops.LIBRARY.impl(op, getattr(reference, op), "CompositeExplicitAutograd")
+        if module is None:
+            ops.LIBRARY.impl(op, getattr(reference, op), "CompositeExplicitAutograd")
+        ops.LIBRARY.impl(op, functools.partial(_on_gpu, op), "CUDA")
+
+
+def _on_gpu(op: str, *args: Any) -> None:
+    """An op that was called directly with tensors on a GPU; the accumulator knows its backend."""
+    device = next(
+        tensor.device
+        for arg in args
+        for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda
+    )
+    args = _all_arguments(op, args)
+    ops.CHECKS[op](*args)
+    getattr(load(choose("auto", device), device), op)(*args)
+
+
+def _all_arguments(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with the schema's defaults."""
+    schema = getattr(torch.ops.fastaccum, op).default._schema
+    return (*args, *(argument.default_value for argument in schema.arguments[len(args) :]))
 
 
 _register()

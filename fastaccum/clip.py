@@ -125,7 +125,7 @@ def _permuted(tensor: Tensor) -> Tensor:
 
 def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
-    backend = backends.load(backends.choose("auto", device))
+    backend = backends.load(backends.choose("auto", device), device)
     layout, segments, index = _tables(tuple(t.numel() for t in tensors))
     f64 = {"dtype": torch.float64, "device": device}
     partials = torch.empty(2, layout.n_chunks, **f64)
@@ -141,7 +141,7 @@ def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tup
         norm, norms, factor, torch.empty((), dtype=torch.int32, device=device),
         torch.zeros((), dtype=torch.int64, device=device), partials,
         torch.tensor([[0, 0, layout.n_chunks]]), torch.tensor([max_norm], dtype=torch.float64),
-        one, one, norm_type, scale, False,
+        one, one, None, None, None, None, None, [], None, norm_type, scale, False,
     )  # fmt: skip
     return norms[0], factor
 
@@ -208,7 +208,8 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
                     "memory and cannot be scaled in place. clone() it first"
                 )
         dense = [_dense(grad) for grad in grads]
-        backend = backends.load(backends.choose("auto", grads[0].device))
+        device = grads[0].device
+        backend = backends.load(backends.choose("auto", device), device)
         backend.scale_(dense, factor, torch.zeros(len(dense), dtype=torch.int64), math.inf)
         for grad, copy in zip(grads, dense, strict=True):
             if copy.data_ptr() != grad.data_ptr():  # gaps or overlaps between the elements

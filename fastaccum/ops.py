@@ -25,7 +25,7 @@ from fastaccum.layout import CHUNK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HYPER_COLUMNS = 10
-SCALAR_COLUMNS = 3
+SCALAR_COLUMNS = 4
 
 # One library object for the life of the process: dropping it would unregister the ops.
 LIBRARY = torch.library.Library("fastaccum", "DEF")
@@ -139,6 +139,43 @@ _define(
 )
 
 
+def _check_gather(
+    buffer: Tensor,
+    present: Tensor,
+    partials: Tensor | None,
+    segments: Tensor,
+    fresh: Sequence[Tensor],
+    fresh_index: Tensor,
+    kept: Sequence[Tensor],
+    kept_index: Tensor,
+    weight: Tensor | None,
+    kept_weight: Tensor | None,
+    norm_type: float,
+) -> None:
+    _segments(segments)
+    _list([buffer], "buffer")
+    _list(fresh, "fresh", buffer.device)
+    _list(kept, "kept", buffer.device)
+    _fits(fresh, fresh_index, segments, "fresh")
+    _fits(kept, kept_index, segments, "kept")
+    _table(present, "present", torch.uint8, "[n]")
+    if present.numel() < len(segments):
+        raise ValueError(f"present must have {len(segments)} elements, got {present.numel()}")
+    _scalar(weight, "weight")
+    _scalar(kept_weight, "kept_weight")
+    if not torch.compiler.is_compiling():
+        end = _end(segments)
+        if not buffer.is_contiguous() or buffer.numel() < end:
+            raise ValueError(f"buffer must be contiguous, with {end} elements or more, got {buffer.numel()}")
+        for i, k in enumerate(kept_index[: len(kept)].tolist()):
+            if present[k]:
+                raise ValueError(f"kept[{i}] must be of a segment that is not present, got segment {k}")
+    if partials is not None:
+        _partials(partials, segments)
+        if _norm_type(norm_type) not in (1.0, 2.0, math.inf):
+            raise ValueError(f"gather_ sums norm_type 1, 2 or inf, got {norm_type}: use norm_ for others")
+
+
 def gather_(
     buffer: Tensor,
     present: Tensor,
@@ -177,28 +214,19 @@ def gather_(
     """
     if kept_index is None:
         kept_index = fresh_index[:0]
-    _segments(segments)
-    _list([buffer], "buffer")
-    _list(fresh, "fresh", buffer.device)
-    _list(kept, "kept", buffer.device)
-    _fits(fresh, fresh_index, segments, "fresh")
-    _fits(kept, kept_index, segments, "kept")
-    _table(present, "present", torch.uint8, "[n]")
-    if present.numel() < len(segments):
-        raise ValueError(f"present must have {len(segments)} elements, got {present.numel()}")
-    _scalar(weight, "weight")
-    _scalar(kept_weight, "kept_weight")
-    if not torch.compiler.is_compiling():
-        end = _end(segments)
-        if not buffer.is_contiguous() or buffer.numel() < end:
-            raise ValueError(f"buffer must be contiguous, with {end} elements or more, got {buffer.numel()}")
-        for i, k in enumerate(kept_index[: len(kept)].tolist()):
-            if present[k]:
-                raise ValueError(f"kept[{i}] must be of a segment that is not present, got segment {k}")
-    if partials is not None:
-        _partials(partials, segments)
-        if _norm_type(norm_type) not in (1.0, 2.0, math.inf):
-            raise ValueError(f"gather_ sums norm_type 1, 2 or inf, got {norm_type}: use norm_ for others")
+    _check_gather(
+        buffer,
+        present,
+        partials,
+        segments,
+        fresh,
+        fresh_index,
+        kept,
+        kept_index,
+        weight,
+        kept_weight,
+        norm_type,
+    )
     _call(
         "gather_", buffer, present, partials, segments, list(fresh), fresh_index, list(kept), kept_index,
         weight, kept_weight, float(norm_type),
@@ -222,6 +250,21 @@ _define(
     "norm_(Tensor(a!) partials, Tensor segments, Tensor[] tensors, Tensor index, "
     "float norm_type=2.0, Tensor? scale=None)"
 )
+
+
+def _check_norm(
+    partials: Tensor,
+    segments: Tensor,
+    tensors: Sequence[Tensor],
+    index: Tensor,
+    norm_type: float,
+    scale: Tensor | None,
+) -> None:
+    _segments(segments)
+    _partials(partials, segments)
+    _list(tensors, "tensors", partials.device)
+    _fits(tensors, index, segments, "tensors")
+    _scalar(scale, "scale")
 
 
 def norm_(
@@ -248,11 +291,7 @@ def norm_(
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
-    _segments(segments)
-    _partials(partials, segments)
-    _list(tensors, "tensors", partials.device)
-    _fits(tensors, index, segments, "tensors")
-    _scalar(scale, "scale")
+    _check_norm(partials, segments, tensors, index, norm_type, scale)
     _call("norm_", partials, segments, list(tensors), index, _norm_type(norm_type), scale)
 
 
@@ -261,11 +300,13 @@ def norm_(
 _define(
     "finish_(Tensor(a!) norm, Tensor(b!) group_norms, Tensor(c!) factor, Tensor(d!) skip, "
     "Tensor(e!) skipped, Tensor partials, Tensor spans, Tensor max_norm, Tensor weight, "
-    "Tensor divisor, float norm_type=2.0, Tensor? scale=None, bool skip_nonfinite=True)"
+    "Tensor divisor, Tensor(f!)? steps, Tensor(g!)? scalars, Tensor? row, Tensor? group, "
+    "Tensor? hyper, Tensor[] lrs, Tensor? lr_groups, "
+    "float norm_type=2.0, Tensor? scale=None, bool skip_nonfinite=True)"
 )
 
 
-def finish_(
+def _check_finish(
     norm: Tensor,
     group_norms: Tensor,
     factor: Tensor,
@@ -276,35 +317,17 @@ def finish_(
     max_norm: Tensor,
     weight: Tensor,
     divisor: Tensor,
-    *,
-    norm_type: float = 2.0,
-    scale: Tensor | None = None,
-    skip_nonfinite: bool = True,
+    steps: Tensor | None,
+    scalars: Tensor | None,
+    row: Tensor | None,
+    group: Tensor | None,
+    hyper: Tensor | None,
+    lrs: Sequence[Tensor],
+    lr_groups: Tensor | None,
+    norm_type: float,
+    scale: Tensor | None,
+    skip_nonfinite: bool,
 ) -> None:
-    """Decides the end of a window on the device: norm, clip factor, whether to update.
-
-    The finished gradient is ``sum / divisor``; its norm is ``norm_of(partials) / |divisor|``; a norm
-    group's factor is ``min(1, max_norm / (norm + 1e-6)) / divisor``, the clip of
-    ``torch.nn.utils.clip_grad_norm_`` and the average in one number.
-
-    Args:
-        norm: float32 0-d: the norm over all groups. Mutated, like the next four.
-        group_norms: float64 ``[n_groups]``.
-        factor: float64 ``[n_groups]``: what an update multiplies the sum by.
-        skip: int32 0-d: 1 when the update must not happen (not finite, or total weight 0).
-        skipped: int64 0-d: counts windows skipped for a gradient that is not finite.
-        partials: float64 ``[2, n_chunks]`` of :func:`gather_` or :func:`norm_`.
-        spans: int64 ``[m, 3]``: norm group, first chunk, end chunk.
-        max_norm: float64 ``[n_groups]``; inf does not clip.
-        weight: float64 0-d: the window's total weight.
-        divisor: float64 0-d: what the sum is divided by.
-        norm_type: as in the op that wrote ``partials``.
-        scale: likewise.
-        skip_nonfinite: False updates whatever the gradient holds, as stock PyTorch does.
-
-    Raises:
-        TypeError, ValueError: an argument is not as described; nothing has changed.
-    """
     for name, tensor, dtype, shape in (
         ("norm", norm, torch.float32, "0-d"), ("group_norms", group_norms, torch.float64, "[groups]"),
         ("factor", factor, torch.float64, "[groups]"), ("skip", skip, torch.int32, "0-d"),
@@ -321,55 +344,144 @@ def finish_(
         raise ValueError(f"spans must have shape [m, 3], got {list(spans.shape)}")
     if partials.dim() != 2 or partials.shape[0] != 2:
         raise ValueError(f"partials must have shape [2, n_chunks], got {list(partials.shape)}")
-    _call(
-        "finish_", norm, group_norms, factor, skip, skipped, partials, spans, max_norm, weight, divisor,
-        _norm_type(norm_type), scale, bool(skip_nonfinite),
-    )  # fmt: skip
+    _counters(steps, scalars, row, group, hyper, lrs, lr_groups)
 
 
-_define(
-    "advance_(Tensor(a!) steps, Tensor(b!) scalars, Tensor index, Tensor group, Tensor hyper, Tensor skip)"
-)
-
-
-def advance_(
-    steps: Tensor, scalars: Tensor, index: Tensor, group: Tensor, hyper: Tensor, skip: Tensor
+def finish_(
+    norm: Tensor,
+    group_norms: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+    skipped: Tensor,
+    partials: Tensor,
+    spans: Tensor,
+    max_norm: Tensor,
+    weight: Tensor,
+    divisor: Tensor,
+    *,
+    steps: Tensor | None = None,
+    scalars: Tensor | None = None,
+    row: Tensor | None = None,
+    group: Tensor | None = None,
+    hyper: Tensor | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_groups: Tensor | None = None,
+    norm_type: float = 2.0,
+    scale: Tensor | None = None,
+    skip_nonfinite: bool = True,
 ) -> None:
-    """Counts a step for each updated parameter (unless skipped) and computes its bias corrections.
+    """Decides the end of a window on the device: norm, clip factor, whether to update, step counts.
+
+    The finished gradient is ``sum / divisor``; its norm is ``norm_of(partials) / |divisor|``; a norm
+    group's factor is ``min(1, max_norm / (norm + 1e-6)) / divisor``, the clip of
+    ``torch.nn.utils.clip_grad_norm_`` and the average in one number.
 
     Args:
-        steps: float32 ``[n]`` step counters. Mutated.
-        scalars: float64 ``[len(index), SCALAR_COLUMNS]``: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
-            and 1 on the first step. Mutated. beta^t is computed by squaring in float64.
-        index: int64: positions in ``steps`` of the parameters that take part.
-        group: int64 ``[len(index)]``: their rows of ``hyper``.
+        norm: float32 0-d: the norm over all groups. Mutated, like the next four.
+        group_norms: float64 ``[n_groups]``.
+        factor: float64 ``[n_groups]``: what an update multiplies the sum by.
+        skip: int32 0-d: 1 when the update must not happen (not finite, or total weight 0).
+        skipped: int64 0-d: counts windows skipped for a gradient that is not finite.
+        partials: float64 ``[2, n_chunks]`` of :func:`gather_` or :func:`norm_`.
+        spans: int64 ``[m, 3]``: norm group, first chunk, end chunk.
+        max_norm: float64 ``[n_groups]``; inf does not clip.
+        weight: float64 0-d: the window's total weight.
+        divisor: float64 0-d: what the sum is divided by.
+        steps: float32 ``[n]`` step counters, or None where there are no parameters to update (then the
+            next six are not looked at). Those of ``row`` count one step, unless skipped. Mutated.
+        scalars: float64 ``[n, SCALAR_COLUMNS]``, rows of ``row``: lr / (1 - beta1^t),
+            1 / sqrt(1 - beta2^t), 1 on the first step, lr. beta^t is computed by squaring in float64.
+            Mutated.
+        row: int64 ``[m]``: rows of ``steps`` and ``scalars`` of the parameters that take part.
+        group: int64 ``[m]``: their rows of ``hyper``.
         hyper: float64 ``[groups, HYPER_COLUMNS]``: lr, beta1, beta2, eps, weight_decay, momentum,
             dampening, max_value (inf: none), norm group, flags (1 decoupled, 2 amsgrad, 4 maximize,
             8 nesterov).
-        skip: int32 0-d.
+        lrs: learning rates that are tensors on the device (one element, float32 or float64): nothing
+            has to be read back, and a captured graph sees the value of the day.
+        lr_groups: int64 ``[len(lrs)]``: the rows of ``hyper`` whose lr they replace.
+        norm_type: as in the op that wrote ``partials``.
+        scale: likewise.
+        skip_nonfinite: False updates whatever the gradient holds, as stock PyTorch does.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
+    _check_finish(
+        norm,
+        group_norms,
+        factor,
+        skip,
+        skipped,
+        partials,
+        spans,
+        max_norm,
+        weight,
+        divisor,
+        steps,
+        scalars,
+        row,
+        group,
+        hyper,
+        lrs,
+        lr_groups,
+        norm_type,
+        scale,
+        skip_nonfinite,
+    )
+    _call(
+        "finish_", norm, group_norms, factor, skip, skipped, partials, spans, max_norm, weight, divisor,
+        steps, scalars, row, group, hyper, list(lrs), lr_groups, _norm_type(norm_type), scale,
+        bool(skip_nonfinite),
+    )  # fmt: skip
+
+
+def _counters(
+    steps: Tensor | None,
+    scalars: Tensor | None,
+    row: Tensor | None,
+    group: Tensor | None,
+    hyper: Tensor | None,
+    lrs: Sequence[Tensor],
+    lr_groups: Tensor | None,
+) -> None:
+    if steps is None:
+        return
+    for name, value in (("scalars", scalars), ("row", row), ("group", group), ("hyper", hyper)):
+        if value is None:
+            raise TypeError(f"{name} must be given with steps, got None")
     _table(steps, "steps", torch.float32, "[n]")
-    _update_tables(index, group, hyper, scalars, skip)
-    _call("advance_", steps, scalars, index, group, hyper, skip)
+    _table(row, "row", torch.int64, "[m]")  # type: ignore[arg-type]
+    _update_tables(len(row), group, row, hyper, scalars, None)  # type: ignore[arg-type]
+    if len(scalars) > steps.numel():  # type: ignore[arg-type]
+        raise ValueError(f"steps must have the {len(scalars)} elements of scalars, got {steps.numel()}")  # type: ignore[arg-type]
+    if len(lrs):
+        _list(lrs, "lrs", steps.device)
+        _is(Tensor, lr_groups, "lr_groups", "an int64 tensor [len(lrs)]")
+        _table(lr_groups, "lr_groups", torch.int64, "[len(lrs)]")  # type: ignore[arg-type]
+        for i, lr in enumerate(lrs):
+            if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"lrs[{i}] must be one float32 or float64 element, got {lr.dtype} {list(lr.shape)}"
+                )
 
 
-def _update_tables(index: Tensor, group: Tensor, hyper: Tensor, scalars: Tensor, skip: Tensor) -> None:
-    _table(index, "index", torch.int64, "[m]")
+def _update_tables(
+    count: int, group: Tensor, row: Tensor, hyper: Tensor, scalars: Tensor, skip: Tensor | None
+) -> None:
     _table(group, "group", torch.int64, "[m]")
+    _table(row, "row", torch.int64, "[m]")
     _table(hyper, "hyper", torch.float64, f"[groups, {HYPER_COLUMNS}]")
-    _table(scalars, "scalars", torch.float64, f"[m, {SCALAR_COLUMNS}]")
-    _table(skip, "skip", torch.int32, "0-d")
+    _table(scalars, "scalars", torch.float64, f"[n, {SCALAR_COLUMNS}]")
+    if skip is not None:
+        _table(skip, "skip", torch.int32, "0-d")
     if hyper.dim() != 2 or hyper.shape[1] != HYPER_COLUMNS:
         raise ValueError(f"hyper must have shape [groups, {HYPER_COLUMNS}], got {list(hyper.shape)}")
-    if scalars.dim() != 2 or scalars.shape[1] != SCALAR_COLUMNS or len(scalars) < len(index):
-        raise ValueError(
-            f"scalars must have shape [{len(index)}, {SCALAR_COLUMNS}], got {list(scalars.shape)}"
-        )
-    if len(group) < len(index):
-        raise ValueError(f"group must name a row of hyper for each of the {len(index)} parameters")
+    if scalars.dim() != 2 or scalars.shape[1] != SCALAR_COLUMNS:
+        raise ValueError(f"scalars must have shape [n, {SCALAR_COLUMNS}], got {list(scalars.shape)}")
+    for name, table in (("group", group), ("row", row)):
+        if len(table) < count:
+            raise ValueError(f"{name} must have an entry for each of the {count} parameters")
 
 
 # ------------------------------------------------------------------------------------------ scale
@@ -378,6 +490,12 @@ _define("scale_(Tensor(a!)[] tensors, Tensor factor, Tensor factor_index, float 
 _define(
     "scale_into_(Tensor(a!)[] out, Tensor[] tensors, Tensor factor, Tensor factor_index, float max_value)"
 )
+
+
+def _check_scale(tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor, max_value: float) -> None:
+    _scale_tables(factor, max_value)
+    _list(tensors, "tensors")
+    _check_factor_index(factor_index, tensors)
 
 
 def scale_(
@@ -400,11 +518,21 @@ def scale_(
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
-    _scale_tables(factor, max_value)
-    _list(tensors, "tensors")
     factor_index = _factor_index(factor_index, tensors)
+    _check_scale(tensors, factor, factor_index, max_value)
     _call("scale_", list(tensors), factor, factor_index, float(max_value))
     _bump(tensors)
+
+
+def _check_scale_into(
+    out: Sequence[Tensor], tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor, max_value: float
+) -> None:
+    _scale_tables(factor, max_value)
+    _list(out, "out")
+    _list(tensors, "tensors")
+    if [t.numel() for t in out] != [t.numel() for t in tensors]:
+        raise ValueError("out and tensors must hold as many tensors, of as many elements each")
+    _check_factor_index(factor_index, tensors)
 
 
 def scale_into_(
@@ -427,23 +555,20 @@ def scale_into_(
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
-    _scale_tables(factor, max_value)
-    _list(out, "out")
-    _list(tensors, "tensors")
-    if [t.numel() for t in out] != [t.numel() for t in tensors]:
-        raise ValueError("out and tensors must hold as many tensors, of as many elements each")
     factor_index = _factor_index(factor_index, tensors)
+    _check_scale_into(out, tensors, factor, factor_index, max_value)
     _call("scale_into_", list(out), list(tensors), factor, factor_index, float(max_value))
     _bump(out)
 
 
 def _factor_index(factor_index: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
-    if factor_index is None:
-        return torch.zeros(len(tensors), dtype=torch.int64)
+    return torch.zeros(len(tensors), dtype=torch.int64) if factor_index is None else factor_index
+
+
+def _check_factor_index(factor_index: Tensor, tensors: Sequence[Tensor]) -> None:
     _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
     if factor_index.numel() < len(tensors):
         raise ValueError(f"factor_index must name a factor for each of the {len(tensors)} tensors")
-    return factor_index
 
 
 def _scale_tables(factor: Tensor, max_value: float) -> None:
@@ -455,14 +580,38 @@ def _scale_tables(factor: Tensor, max_value: float) -> None:
 # ---------------------------------------------------------------------------------------- updates
 
 _UPDATE = (
-    "Tensor[] grads, Tensor segments, Tensor index, Tensor group, Tensor hyper, Tensor scalars, "
+    "Tensor[] grads, Tensor segments, Tensor index, Tensor group, Tensor row, Tensor hyper, Tensor scalars, "
     "Tensor factor, Tensor skip)"
 )
 _define(
     "adam_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] max_exp_avg_sqs, " + _UPDATE
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, " + _UPDATE
 )
-_define("sgd_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, " + _UPDATE)
+_define("sgd_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] copies, " + _UPDATE)
+
+
+def _check_adam(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    segments: Tensor,
+    index: Tensor,
+    group: Tensor,
+    row: Tensor,
+    hyper: Tensor,
+    scalars: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+) -> None:
+    states = [("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)]
+    if len(max_exp_avg_sqs):
+        states.append(("max_exp_avg_sqs", max_exp_avg_sqs))
+    _update_lists(params, copies, grads, states, segments, index)
+    _update_tables(len(params), group, row, hyper, scalars, skip)
+    _table(factor, "factor", torch.float64, "[n_groups]")
 
 
 def adam_(
@@ -470,10 +619,12 @@ def adam_(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
     grads: Sequence[Tensor],
     segments: Tensor,
     index: Tensor,
     group: Tensor,
+    row: Tensor,
     hyper: Tensor,
     scalars: Tensor,
     factor: Tensor,
@@ -490,38 +641,72 @@ def adam_(
         exp_avgs: first moments.
         exp_avg_sqs: second moments.
         max_exp_avg_sqs: their maxima, or empty without amsgrad.
+        copies: lower-precision copies of float32 or float64 parameters, written in the same pass; or empty.
         grads: sums to be multiplied by ``factor``: views of a buffer, or gradients as they came.
         segments: int64 ``[n, 2]``.
         index: int64 ``[len(params)]``, ascending: the parameters' segments.
         group: int64 ``[len(params)]``: rows of ``hyper``.
-        hyper: see :func:`advance_`.
-        scalars: of :func:`advance_`.
+        row: int64 ``[len(params)]``: rows of ``scalars``.
+        hyper: see :func:`finish_`.
+        scalars: of :func:`finish_`.
         factor: float64 ``[n_groups]`` of :func:`finish_`.
         skip: int32 0-d of :func:`finish_`: 1 writes nothing at all.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
-    states = [("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)]
-    if len(max_exp_avg_sqs):
-        states.append(("max_exp_avg_sqs", max_exp_avg_sqs))
-    _update_lists(params, grads, states, segments, index)
-    _update_tables(index, group, hyper, scalars, skip)
-    _table(factor, "factor", torch.float64, "[n_groups]")
+    _check_adam(
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        copies,
+        grads,
+        segments,
+        index,
+        group,
+        row,
+        hyper,
+        scalars,
+        factor,
+        skip,
+    )
     _call(
-        "adam_", list(params), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(grads),
-        segments, index, group, hyper, scalars, factor, skip,
+        "adam_", list(params), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(copies),
+        list(grads), segments, index, group, row, hyper, scalars, factor, skip,
     )  # fmt: skip
-    _bump(params)
+    _bump([*params, *copies])
+
+
+def _check_sgd(
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    segments: Tensor,
+    index: Tensor,
+    group: Tensor,
+    row: Tensor,
+    hyper: Tensor,
+    scalars: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+) -> None:
+    states = [("momentum_buffers", momentum_buffers)] if len(momentum_buffers) else []
+    _update_lists(params, copies, grads, states, segments, index)
+    _update_tables(len(params), group, row, hyper, scalars, skip)
+    _table(factor, "factor", torch.float64, "[n_groups]")
 
 
 def sgd_(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
+    copies: Sequence[Tensor],
     grads: Sequence[Tensor],
     segments: Tensor,
     index: Tensor,
     group: Tensor,
+    row: Tensor,
     hyper: Tensor,
     scalars: Tensor,
     factor: Tensor,
@@ -535,31 +720,33 @@ def sgd_(
     Args:
         params: parameters, any dtypes. Mutated.
         momentum_buffers: one per parameter, or empty when every momentum is 0. Mutated.
-        grads: see :func:`adam_`, like all that follows.
+        copies: see :func:`adam_`, like all that follows. Mutated.
+        grads: sums to be multiplied by ``factor``.
         segments: int64 ``[n, 2]``.
         index: int64 ``[len(params)]``, ascending.
         group: int64 ``[len(params)]``.
-        hyper: see :func:`advance_`.
-        scalars: of :func:`advance_`.
+        row: int64 ``[len(params)]``.
+        hyper: see :func:`finish_`.
+        scalars: of :func:`finish_`.
         factor: float64 ``[n_groups]`` of :func:`finish_`.
         skip: int32 0-d of :func:`finish_`.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
     """
-    states = [("momentum_buffers", momentum_buffers)] if len(momentum_buffers) else []
-    _update_lists(params, grads, states, segments, index)
-    _update_tables(index, group, hyper, scalars, skip)
-    _table(factor, "factor", torch.float64, "[n_groups]")
+    _check_sgd(
+        params, momentum_buffers, copies, grads, segments, index, group, row, hyper, scalars, factor, skip
+    )
     _call(
-        "sgd_", list(params), list(momentum_buffers), list(grads), segments, index, group, hyper, scalars,
-        factor, skip,
+        "sgd_", list(params), list(momentum_buffers), list(copies), list(grads), segments, index, group, row,
+        hyper, scalars, factor, skip,
     )  # fmt: skip
-    _bump(params)
+    _bump([*params, *copies])
 
 
 def _update_lists(
     params: Sequence[Tensor],
+    copies: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[tuple[str, Sequence[Tensor]]],
     segments: Tensor,
@@ -568,11 +755,26 @@ def _update_lists(
     _segments(segments)
     _list(params, "params")
     device = params[0].device if len(params) else None
-    for name, tensors in (("grads", grads), *states):
+    written = [("copies", copies)] if len(copies) else []
+    for name, tensors in (("grads", grads), *states, *written):
         _list(tensors, name, device)
         if [t.numel() for t in tensors] != [p.numel() for p in params]:
             raise ValueError(f"{name} must hold one tensor per parameter, of as many elements")
+    for i, param in enumerate(params if len(copies) else ()):
+        if param.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"params[{i}] must be float32 or float64 to have a copy, got {param.dtype}")
     _fits(params, index, segments, "params")
 
 
-NAMES = ("gather_", "norm_", "finish_", "advance_", "scale_", "scale_into_", "adam_", "sgd_")
+NAMES = ("gather_", "norm_", "finish_", "scale_", "scale_into_", "adam_", "sgd_")
+
+# What the public functions check, by op, for callers of the bare ops where nothing else would: on a GPU.
+CHECKS = {
+    "gather_": _check_gather,
+    "norm_": _check_norm,
+    "finish_": _check_finish,
+    "scale_": _check_scale,
+    "scale_into_": _check_scale_into,
+    "adam_": _check_adam,
+    "sgd_": _check_sgd,
+}

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
+from fastaccum.updates import Counters
 from fastaccum.window import Window, largest
+
+_NO_COUNTERS = (None, None, None, None, None, [], None)
 
 
 class Outcome:
@@ -27,8 +30,9 @@ class Outcome:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.skip = torch.zeros((), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._divisor = torch.ones((), dtype=torch.float64, device=device)
-        self._total = torch.ones((), dtype=torch.float64, device=device)
+        # Known to the host, so they travel by value: a fill on a GPU would be a launch each.
+        self._divisor = torch.ones((), dtype=torch.float64)
+        self._total = torch.ones((), dtype=torch.float64)
         self._limits = torch.zeros(0, dtype=torch.float64)
         self._limits_key: list[float] = []
         self.lay_out([], 1)
@@ -64,6 +68,7 @@ class Outcome:
         limits: Sequence[float],
         norm_type: float,
         skip_nonfinite: bool,
+        counters: Counters | None,
     ) -> None:
         """Fills the tensors for a window that holds gradients.
 
@@ -74,6 +79,7 @@ class Outcome:
             limits: max_norm of each norm group; inf does not clip.
             norm_type: p.
             skip_nonfinite: whether a gradient that is not finite skips the update.
+            counters: step counts of the parameters that are about to be updated, if they are ours.
         """
         scale = None
         if norm_type not in (1.0, 2.0, math.inf):
@@ -99,6 +105,7 @@ class Outcome:
             self._limits,
             self._total,
             self._divisor,
+            *(counters or _NO_COUNTERS),
             norm_type,
             scale,
             skip_nonfinite,

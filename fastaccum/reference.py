@@ -8,6 +8,7 @@ of summation and of rounding is the contract's, so results are the native ones b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fastaccum.layout import CHUNK, FINISH_LANES, LANES, ROWS, STRANDS_PER_CHUNK
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MOMENTUM, DAMPENING, MAX_VALUE, NORM_GROUP, FLAGS = range(10)
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
 # Columns of the per-parameter scalars.
-STEP_SIZE, INV_BIAS2_SQRT, FIRST = range(3)
+STEP_SIZE, INV_BIAS2_SQRT, FIRST, LR_NOW = range(4)
 
 
 def memory_order(tensor: Tensor) -> Tensor:
@@ -163,11 +164,18 @@ def finish_(
     max_norm: Tensor,
     weight: Tensor,
     divisor: Tensor,
+    steps: Tensor | None = None,
+    scalars: Tensor | None = None,
+    row: Tensor | None = None,
+    group: Tensor | None = None,
+    hyper: Tensor | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_groups: Tensor | None = None,
     norm_type: float = 2.0,
     scale: Tensor | None = None,
     skip_nonfinite: bool = True,
 ) -> None:
-    """Norm, clip factor and skip of a finished window."""
+    """Norm, clip factor and skip of a finished window; step counters and bias corrections."""
     divide = (1.0 / divisor).item()  # inf for a divisor of 0, where Python would raise
     power_scale = _value(scale) or 1.0
 
@@ -188,17 +196,23 @@ def finish_(
         return total.pow(1.0 / norm_type) * power_scale * abs(divide)
 
     joined = partials.new_zeros(())
-    for group in range(max_norm.numel()):
-        joined = _join(joined, total(group), norm_type)
-        group_norms[group] = norm_of(total(group))
-        limit = max_norm[group]
-        clip = 1.0 if limit.isinf() else (limit / (group_norms[group] + 1e-6)).clamp(max=1.0)
-        factor[group] = clip * divide
+    for g in range(max_norm.numel()):
+        joined = _join(joined, total(g), norm_type)
+        group_norms[g] = norm_of(total(g))
+        limit = max_norm[g]
+        clip = 1.0 if limit.isinf() else (limit / (group_norms[g] + 1e-6)).clamp(max=1.0)
+        factor[g] = clip * divide
     empty = not weight.item() > 0.0
     bad = skip_nonfinite and any(bool(partials[1, b:e].any()) for _, b, e in spans.tolist())
     norm.copy_(torch.zeros(()) if empty else norm_of(joined))
     skip.fill_(int(empty or bad))
     skipped.add_(int(bad and not empty))
+    if steps is None:
+        return
+    hyper = hyper.clone()
+    for lr, g in zip(lrs, lr_groups.tolist() if len(lrs) else (), strict=True):
+        hyper[g, LR] = lr.item()
+    _advance(steps, scalars, row, group, hyper, skip)
 
 
 def _integer_power(base: float, exponent: int) -> float:
@@ -211,20 +225,19 @@ def _integer_power(base: float, exponent: int) -> float:
     return result
 
 
-def advance_(
-    steps: Tensor, scalars: Tensor, index: Tensor, group: Tensor, hyper: Tensor, skip: Tensor
-) -> None:
-    """steps[index] += 1 unless skipped; bias corrections for the new step counts."""
+def _advance(steps: Tensor, scalars: Tensor, row: Tensor, group: Tensor, hyper: Tensor, skip: Tensor) -> None:
+    """steps[row] += 1 unless skipped; bias corrections for the new step counts."""
     if not skip:
-        steps[index] += 1.0
-    for i, (k, g) in enumerate(zip(index.tolist(), group.tolist(), strict=False)):
+        steps[row] += 1.0
+    for k, g in zip(row.tolist(), group.tolist(), strict=False):
         step = int(steps[k])
         bias1 = 1.0 - _integer_power(hyper[g, BETA1].item(), step)
         bias2 = 1.0 - _integer_power(hyper[g, BETA2].item(), step)
         lr = hyper[g, LR].item()
-        scalars[i, STEP_SIZE] = lr / bias1 if bias1 else math.copysign(math.inf, lr) if lr else math.nan
-        scalars[i, INV_BIAS2_SQRT] = 1.0 / math.sqrt(bias2) if bias2 else math.inf
-        scalars[i, FIRST] = float(step == 1)
+        scalars[k, STEP_SIZE] = lr / bias1 if bias1 else math.copysign(math.inf, lr) if lr else math.nan
+        scalars[k, INV_BIAS2_SQRT] = 1.0 / math.sqrt(bias2) if bias2 else math.inf
+        scalars[k, FIRST] = float(step == 1)
+        scalars[k, LR_NOW] = lr
 
 
 def scale_(tensors: list[Tensor], factor: Tensor, factor_index: Tensor, max_value: float = math.inf) -> None:
@@ -256,15 +269,22 @@ def _finished(grad: Tensor, opmath: torch.dtype, hyper: list[float], factor: Ten
     return (memory_order(grad).to(opmath) * _rounded(by, opmath)).clamp(-limit, limit)
 
 
+def _write_copy(copies: list[Tensor], i: int, param: Tensor) -> None:
+    if copies:
+        memory_order(copies[i]).copy_(memory_order(param))
+
+
 def adam_(
     params: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
     grads: list[Tensor],
     segments: Tensor,
     index: Tensor,
     group: Tensor,
+    row: Tensor,
     hyper: Tensor,
     scalars: Tensor,
     factor: Tensor,
@@ -274,7 +294,7 @@ def adam_(
     if skip:
         return
     for i, param in enumerate(params):
-        h, s = hyper[group[i]].tolist(), scalars[i].tolist()
+        h, s = hyper[group[i]].tolist(), scalars[row[i]].tolist()
         opmath = _opmath(param.dtype, grads[i].dtype)
         decoupled = int(h[FLAGS]) & DECOUPLED
         r = [_rounded(x, opmath) for x in (h[BETA1], 1 - h[BETA1], h[BETA2], 1 - h[BETA2], h[EPS])]
@@ -282,7 +302,7 @@ def adam_(
         g = _finished(grads[i], opmath, h, factor)
         p = memory_order(param).to(opmath)
         if decoupled:
-            p = p * _rounded(1.0 - h[LR] * h[WEIGHT_DECAY], opmath)
+            p = p * _rounded(1.0 - s[LR_NOW] * h[WEIGHT_DECAY], opmath)
         elif h[WEIGHT_DECAY] != 0.0:
             g = g + p * _rounded(h[WEIGHT_DECAY], opmath)
         m = memory_order(exp_avgs[i]).to(opmath) * beta1 + g * one_minus_beta1
@@ -294,15 +314,18 @@ def adam_(
             memory_order(max_exp_avg_sqs[i]).copy_(v)
         denominator = _square_root(v) * _rounded(s[INV_BIAS2_SQRT], opmath) + eps
         memory_order(param).copy_(p - (m * _rounded(s[STEP_SIZE], opmath)) / denominator)
+        _write_copy(copies, i, param)
 
 
 def sgd_(
     params: list[Tensor],
     momentum_buffers: list[Tensor],
+    copies: list[Tensor],
     grads: list[Tensor],
     segments: Tensor,
     index: Tensor,
     group: Tensor,
+    row: Tensor,
     hyper: Tensor,
     scalars: Tensor,
     factor: Tensor,
@@ -312,7 +335,7 @@ def sgd_(
     if skip:
         return
     for i, param in enumerate(params):
-        h, s = hyper[group[i]].tolist(), scalars[i].tolist()
+        h, s = hyper[group[i]].tolist(), scalars[row[i]].tolist()
         opmath = _opmath(param.dtype, grads[i].dtype)
         g = _finished(grads[i], opmath, h, factor)
         p = memory_order(param).to(opmath)
@@ -325,4 +348,5 @@ def sgd_(
             b = memory_order(momentum_buffers[i]).to(opmath) * keep + g * take
             memory_order(momentum_buffers[i]).copy_(b)
             g = g + b * _rounded(h[MOMENTUM], opmath) if int(h[FLAGS]) & NESTEROV else b
-        memory_order(param).copy_(p - g * _rounded(h[LR], opmath))
+        memory_order(param).copy_(p - g * _rounded(s[LR_NOW], opmath))
+        _write_copy(copies, i, param)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import ops
-from fastaccum.slots import Slot
+from fastaccum.slots import Plan, Slot
 from fastaccum.window import Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
@@ -30,11 +30,36 @@ def rule_for(optimizer: Optimizer) -> FusedRule | GenericRule:
     return GenericRule(optimizer)
 
 
+class Counters(NamedTuple):
+    """Arguments of ``finish_``, in its order, with which it counts steps."""
+
+    steps: Tensor
+    scalars: Tensor
+    row: Tensor
+    group: Tensor
+    hyper: Tensor
+    lrs: list[Tensor]
+    lr_groups: Tensor
+
+
+class Ready(NamedTuple):
+    """One plan's part of an update."""
+
+    plan: Plan
+    slots: Sequence[Slot]
+    states: list[list[Tensor]]
+    grads: list[Tensor]
+    index: Tensor
+    group: Tensor
+    row: Tensor
+
+
 class FusedRule:
     """Updates parameters and state straight from the window's sums, in one pass.
 
     Attributes:
         steps: float32 ``[n_slots]``: updates applied to each parameter.
+        scalars: float64 ``[n_slots, SCALAR_COLUMNS]``: what ``finish_`` has computed from them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -42,8 +67,12 @@ class FusedRule:
         self.steps = torch.zeros(0)
         self._hyper_key: list[tuple[float, ...]] = []
         self._hyper = torch.zeros(0, ops.HYPER_COLUMNS, dtype=torch.float64)
+        self.scalars = torch.zeros(0, ops.SCALAR_COLUMNS, dtype=torch.float64)
+        self._lrs: list[Tensor] = []  # learning rates that are tensors on a device
+        self._lr_groups = torch.zeros(0, dtype=torch.int64)
         self._seen: list[list[Tensor]] = []
-        self._scalars = torch.zeros(0, ops.SCALAR_COLUMNS, dtype=torch.float64)
+        self._ready: list[Ready] = []
+        self._made: list[Tensor] = []  # parameters whose state prepare() has made
 
     # What a concrete rule says.
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -60,8 +89,11 @@ class FusedRule:
 
     def resize(self, slots: Sequence[Slot]) -> None:
         """Makes room for a new list of slots; step counts follow their parameters."""
-        self.steps = torch.zeros(len(slots), device=slots[0].param.device if slots else None)
+        device = slots[0].param.device if slots else None
+        self.steps = torch.zeros(len(slots), device=device)
+        self.scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64, device=device)
         self._seen = []
+        self._ready = []
 
     def make_state(self, slots: Sequence[Slot]) -> None:
         """Creates the state of parameters without a step, as if they were about to be updated."""
@@ -86,51 +118,69 @@ class FusedRule:
             self._hyper_key = key
         return self._hyper
 
-    def update(
-        self,
-        backend: SimpleNamespace,
-        finished: Finished,
-        factor: Tensor,
-        skip: Tensor,
-        max_value: float | None,
-        norm_group_of: Sequence[int],
-    ) -> None:
-        """Applies the window; on the device, ``skip`` decides whether anything is written."""
+    def prepare(self, finished: Finished, max_value: float | None, norm_group_of: Sequence[int]) -> Counters:
+        """Gathers what an update needs, and refuses what cannot be updated before anything changes.
+
+        Returns:
+            what ``finish_`` needs to count the steps.
+        """
         hyper = self.hyper(max_value, norm_group_of)
-        # What may be refused comes first, for all plans: nothing is half done when it raises.
-        chosen = [
-            plan.slots if len(places) == len(plan.slots) else [plan.slots[k] for k in places]
-            for plan, places, _, _ in finished
-        ]
-        all_states = [self._states(slots) for slots in chosen]
-        for (plan, places, grads, index), slots, states in zip(finished, chosen, all_states, strict=True):
+        self._ready = []
+        state = self.optimizer.state
+        without = len(state) < len(self.steps)
+        self._made = []
+        for plan, places, grads, index in finished:
             whole = len(places) == len(plan.slots)
-            numbers = plan.numbers if whole else plan.numbers[index]
-            groups = plan.groups if whole else plan.groups[index]
-            if len(self._scalars) < len(slots):
-                self._scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64)
-            backend.advance_(self.steps, self._scalars, numbers, groups, hyper, skip)
-            params = [slot.param for slot in slots]
-            scattered = [i for i, slot in enumerate(slots) if not slot.dense]
+            slots = plan.slots if whole else [plan.slots[k] for k in places]
+            row = plan.numbers if whole else plan.numbers[index]
+            group = plan.groups if whole else plan.groups[index]
+            if without:
+                self._made += [slot.param for slot in slots if slot.param not in state]
+            self._ready.append(Ready(plan, slots, self._states(slots), grads, index, group, row))
+        rows, groups = [r.row for r in self._ready], [r.group for r in self._ready]
+        return Counters(
+            self.steps,
+            self.scalars,
+            rows[0] if len(rows) == 1 else torch.cat(rows),
+            groups[0] if len(groups) == 1 else torch.cat(groups),
+            hyper,
+            self._lrs,
+            self._lr_groups,
+        )
+
+    def cancel(self) -> None:
+        """The window is skipped after all: state that was made for it goes again."""
+        for param in self._made:
+            self.optimizer.state.pop(param, None)
+        self._ready, self._made = [], []
+
+    def update(self, backend: SimpleNamespace, factor: Tensor, skip: Tensor) -> None:
+        """Applies what was prepared; on the device, ``skip`` decides whether anything is written."""
+        for ready in self._ready:
+            params = [slot.param for slot in ready.slots]
+            scattered = [i for i, slot in enumerate(ready.slots) if not slot.dense]
             targets = list(params)
             for i in scattered:  # elements with gaps between them: update a dense copy, write it back
                 targets[i] = params[i].contiguous()
             self._apply(
                 backend,
                 targets,
-                states,
-                grads,
-                plan.segments,
-                index,
-                groups,
-                hyper,
-                self._scalars,
+                ready.states,
+                [],
+                ready.grads,
+                ready.plan.segments,
+                ready.index,
+                ready.group,
+                ready.row,
+                self._hyper,
+                self.scalars,
                 factor,
                 skip,
             )
             for i in scattered:
                 params[i].copy_(targets[i])
             torch.autograd.graph.increment_version(params)
+        self._ready, self._made = [], []
 
     def _reordered(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> bool:
         """Brings state tensors into their parameters' memory order, in place in the lists.
@@ -265,6 +315,7 @@ class GenericRule:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._slots: Sequence[Slot] = ()
+        self._ready: tuple[Finished, float, Sequence[int]] = ([], math.inf, ())
 
     def resize(self, slots: Sequence[Slot]) -> None:
         """Takes a new list of slots over."""
@@ -274,16 +325,18 @@ class GenericRule:
         """Creates state by a step on the gradients in ``.grad`` (zeros, with lr 0)."""
         original_step(self.optimizer)()
 
-    def update(
-        self,
-        backend: SimpleNamespace,
-        finished: Finished,
-        factor: Tensor,
-        skip: Tensor,
-        max_value: float | None,
-        norm_group_of: Sequence[int],
-    ) -> None:
+    def prepare(self, finished: Finished, max_value: float | None, norm_group_of: Sequence[int]) -> None:
+        """Remembers the window; the inner optimizer counts its own steps."""
+        self._ready = (finished, math.inf if max_value is None else max_value, norm_group_of)
+
+    def cancel(self) -> None:
+        """The window is skipped after all."""
+        self._ready = ([], math.inf, ())
+
+    def update(self, backend: SimpleNamespace, factor: Tensor, skip: Tensor) -> None:
         """Writes ``.grad``, steps unless the window is skipped, and clears ``.grad``."""
+        finished, limit, norm_group_of = self._ready
+        self._ready = ([], math.inf, ())
         if bool(skip):
             return
         # At a flush, a micro-batch may still be pending in .grad: it must come through untouched.
@@ -297,7 +350,6 @@ class GenericRule:
                 dtypes = [getattr(s.param, "grad_dtype", None) or s.param.dtype for s in slots]
                 out = [s.empty().to(dtype) for s, dtype in zip(slots, dtypes, strict=True)]
                 which = torch.tensor([norm_group_of[s.group] for s in slots], dtype=torch.int64)
-                limit = math.inf if max_value is None else max_value
                 backend.scale_into_(out, grads, factor, which, limit)
                 for slot, grad in zip(slots, out, strict=True):
                     slot.param.grad = grad

@@ -54,6 +54,8 @@ class Window:
         self.total = 0.0
         self.has_partials = False  # the last add has summed the norm
         self._in_buffers = False  # some buffer's `present` has a 1
+        # Factors of an add, on the host: they travel by value.
+        self._weight, self._kept_weight = _scalar(1.0), _scalar(1.0)
 
     # ------------------------------------------------------------------------------------ layout
 
@@ -131,11 +133,14 @@ class Window:
             self.kept = {slot.number: grad for slot, grad in entries}
             self._kept_tables = self._by_plan(entries)
             self.kept_weight = weight
+            upload = getattr(backend, "keep", None)
+            for plan, (grads, index) in zip(self.plans, self._kept_tables if upload else (), strict=False):
+                upload(plan.segments, grads, index)
             return
         if not self.buffers:
             self._allocate(entries[0][1].device if entries else next(iter(self.kept.values())).device)
-        factor = None if weight == 1.0 else _scalar(weight)
-        kept_factor = None if self.kept_weight == 1.0 else _scalar(self.kept_weight)
+        factor = None if weight == 1.0 else self._weight.fill_(weight)
+        kept_factor = None if self.kept_weight == 1.0 else self._kept_weight.fill_(self.kept_weight)
         fresh = self._by_plan(entries)
         kept = self._kept_by_plan()
         for i, (plan, buffer) in enumerate(zip(self.plans, self.buffers, strict=True)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastaccum import ops
 from fastaccum.layout import Layout
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -99,3 +100,14 @@ def total_norm(
         torch.full((n,), math.inf, **double), one, one, norm_type=norm_type, scale=scale,
     )  # fmt: skip
     return norm, int(skip)
+
+
+def count_steps(steps: Tensor, scalars: Tensor, row: Tensor, group: Tensor, hyper: Tensor) -> None:
+    """Counts a step as ``finish_`` does it for a window whose gradient is nothing but zeros."""
+    double = {"dtype": torch.float64}
+    one, infinite = torch.ones((), **double), torch.full((1,), math.inf, **double)
+    ops.finish_(
+        torch.zeros(()), torch.zeros(1, **double), torch.zeros(1, **double), torch.zeros((), dtype=torch.int32),
+        torch.zeros((), dtype=torch.int64), torch.zeros(2, 0, **double), torch.zeros(0, 3, dtype=torch.int64),
+        infinite, one, one, steps=steps, scalars=scalars, row=row, group=group, hyper=hyper,
+    )  # fmt: skip

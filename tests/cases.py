@@ -328,10 +328,16 @@ def make_finish(
     scale: float | None = None,
     planted: float | None = None,
     skip_nonfinite: bool = True,
+    parameters: int | None = 40,
+    most: int = 1000,
+    lr_tensors: bool = False,
     shift: int = 0,
     order: str = "rows",
 ) -> Arguments:
-    """Arguments of ``finish_`` for ``n`` chunks; norm groups own two spans each, interleaved."""
+    """Arguments of ``finish_`` for ``n`` chunks; norm groups own two spans each, interleaved.
+
+    Two in three ``parameters`` take part; they have taken 0 to ``most / 2`` steps. None: no counters.
+    """
     maker = Maker(device, seed)
     chunks, groups = sum(sizes_of(n)), len(max_norm)
     cuts = [chunks * i // (2 * groups) for i in range(2 * groups + 1)]
@@ -348,9 +354,31 @@ def make_finish(
         maker.table(divisor),
     )  # fmt: skip
     return args, {
+        **(NO_COUNTERS if parameters is None else _counters(maker, parameters, most, lr_tensors)),
         "norm_type": norm_type,
         "scale": None if scale is None else maker.table(scale),
         "skip_nonfinite": skip_nonfinite,
+    }
+
+
+NO_COUNTERS = {
+    **dict.fromkeys(("steps", "scalars", "row", "group", "hyper", "lr_groups")),
+    "lrs": [],
+}
+
+
+def _counters(maker: Maker, n: int, most: int, lr_tensors: bool) -> dict[str, Any]:
+    row = [k for k in range(n) if k % 3 != 1]
+    hyper = [hyper_row(), hyper_row(lr=0.0, beta1=0.0, beta2=0.99), hyper_row(lr=3.0, beta1=0.95)]
+    lrs = [maker.table(0.07, F32), maker.table([[1e-5]])] if lr_tensors else []
+    return {
+        "steps": (maker.integers(most, n) - most // 2).clamp(min=0).float(),
+        "scalars": maker.table([[CANARY] * ops.SCALAR_COLUMNS] * n).view(-1, ops.SCALAR_COLUMNS),
+        "row": maker.table(row, torch.int64),
+        "group": maker.integers(len(hyper), len(row)),
+        "hyper": maker.table(hyper),
+        "lrs": lrs,
+        "lr_groups": maker.table([0, 2], torch.int64) if lrs else None,
     }
 
 
@@ -373,36 +401,6 @@ def hyper_row(
     """One row of ``hyper``."""
     flags = decoupled + 2 * amsgrad + 4 * maximize + 8 * nesterov
     return [lr, beta1, beta2, eps, weight_decay, momentum, dampening, max_value, norm_group, flags]
-
-
-def make_advance(
-    device: str,
-    dtype: torch.dtype,
-    n: int | Sequence[int],
-    seed: int,
-    *,
-    skip: int = 0,
-    most: int = 1000,
-    shift: int = 0,
-    order: str = "rows",
-) -> Arguments:
-    """Arguments of ``advance_`` for ``n`` parameters (or ``len(n)``); two in three take part.
-
-    They have taken 0 to ``most / 2`` steps.
-    """
-    maker = Maker(device, seed)
-    n = n if isinstance(n, int) else len(n)
-    index = [k for k in range(n) if k % 3 != 1]
-    hyper = [hyper_row(), hyper_row(lr=0.0, beta1=0.0, beta2=0.99), hyper_row(lr=3.0, beta1=0.95)]
-    args = (
-        (maker.integers(most, n) - most // 2).clamp(min=0).float(),
-        maker.table([[CANARY] * ops.SCALAR_COLUMNS] * len(index)).view(-1, ops.SCALAR_COLUMNS),
-        maker.table(index, torch.int64),
-        maker.integers(len(hyper), len(index)),
-        maker.table(hyper),
-        maker.table(skip, torch.int32),
-    )
-    return args, {}
 
 
 # ----------------------------------------------------------------------------------------- scale
@@ -474,18 +472,29 @@ def _make_update(
     params = [maker.signed(m, d) for m, d in zip(sizes, dtypes, strict=True)]
     grads = [maker.signed(m, grad_dtype or d) for m, d in zip(sizes, dtypes, strict=True)]
     steps = [1.0 if first else 10.0 + k % 5 for k in range(len(sizes))]
-    scalars = [[0.01 / (1 - 0.9**t), 1 / math.sqrt(1 - 0.999**t), float(t == 1)] for t in steps]
+    which = [rows[k % len(rows)] for k in range(len(sizes))]
+    # Rows of `scalars` lie in another order than the parameters.
+    where = [(7 * k + 3) % len(sizes) for k in range(len(sizes))] if len(sizes) % 7 else range(len(sizes))
+    scalars = [[math.nan] * ops.SCALAR_COLUMNS] * len(sizes)
+    for k, (t, row) in enumerate(zip(steps, which, strict=True)):
+        lr = row.get("lr", 1e-2)
+        scalars[where[k]] = [lr / (1 - 0.9**t), 1 / math.sqrt(1 - 0.999**t), float(t == 1), lr]
     tables = (
         grads,
         _segments(maker, Layout.of(sizes)),
         maker.table(list(range(len(sizes))), torch.int64),
         maker.table([k % len(rows) for k in range(len(sizes))], torch.int64),
+        maker.table(list(where), torch.int64),
         maker.table([hyper_row(**row) for row in rows]),
         maker.table(scalars).view(-1, ops.SCALAR_COLUMNS),
         maker.table(list(factors)),
         maker.table(skip, torch.int32),
     )
     return sizes, params, tables, dtypes
+
+
+def _copies(maker: Maker, params: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    return [] if dtype is None else [maker.signed(p.numel(), dtype) for p in params]
 
 
 def make_adam(
@@ -497,6 +506,8 @@ def make_adam(
     rows: Sequence[Mapping[str, Any]] = ({"weight_decay": 0.1, "decoupled": True},),
     grad_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    copies: torch.dtype | None = None,
+    master: bool = False,
     mixed: bool = False,
     skip: int = 0,
     factors: Sequence[float] = (0.3, -0.7),
@@ -505,6 +516,8 @@ def make_adam(
 ) -> Arguments:
     """Arguments of ``adam_``: tensors take the ``rows`` of hyper in turn."""
     maker = Maker(device, seed, shift, order)
+    if master:
+        dtype, grad_dtype = (F64 if dtype == F64 else F32), grad_dtype or dtype
     sizes, params, tables, dtypes = _make_update(
         maker, dtype, n, rows, grad_dtype, mixed, False, skip, factors
     )
@@ -516,7 +529,7 @@ def make_adam(
     ]
     if not any(row.get("amsgrad") for row in rows):
         states[2] = []
-    return (params, *states, *tables), {}
+    return (params, *states, _copies(maker, params, copies), *tables), {}
 
 
 def bytes_adam(
@@ -543,6 +556,8 @@ def make_sgd(
     rows: Sequence[Mapping[str, Any]] = ({"momentum": 0.9},),
     grad_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    copies: torch.dtype | None = None,
+    master: bool = False,
     mixed: bool = False,
     first: bool = False,
     skip: int = 0,
@@ -552,6 +567,8 @@ def make_sgd(
 ) -> Arguments:
     """Arguments of ``sgd_``; ``first``: the step that fills the (zero) momentum buffers."""
     maker = Maker(device, seed, shift, order)
+    if master:
+        dtype, grad_dtype = (F64 if dtype == F64 else F32), grad_dtype or dtype
     sizes, params, tables, dtypes = _make_update(
         maker, dtype, n, rows, grad_dtype, mixed, first, skip, factors
     )
@@ -562,7 +579,7 @@ def make_sgd(
     ]
     if not any(row.get("momentum") for row in rows):
         buffers = []
-    return (params, buffers, *tables), {}
+    return (params, buffers, _copies(maker, params, copies), *tables), {}
 
 
 def bytes_sgd(
@@ -635,12 +652,10 @@ FINISH = (
         "NaN, updates all the same",
         {"planted": math.nan, "max_norm": (0.5, INF), "skip_nonfinite": False},
     ),
-)
-
-ADVANCE = (
-    Variant("counts"),
-    Variant("skipped", {"skip": 1}),
-    Variant("up to a million steps", {"most": 2_000_000}),
+    Variant("no parameters of ours", {"parameters": None}),
+    Variant("up to a million steps", {"most": 2_000_000, "parameters": 200}),
+    Variant("learning rates that are tensors", {"lr_tensors": True}),
+    Variant("2000 parameters", {"parameters": 2000}),
 )
 
 SCALE = (
@@ -680,6 +695,8 @@ def _adam_options() -> list[Variant]:
     return variants
 
 
+# Float32 parameters whose 16-bit copies are written in the same pass, whatever the case's dtype.
+MASTER = {"master": True, "copies": BF16}
 EVERY_ADAM = [
     {"weight_decay": 0.1, "decoupled": True, "norm_group": 1},
     {"weight_decay": -0.2, "amsgrad": True},
@@ -691,9 +708,12 @@ ADAM = (
     *_adam_options(),
     Variant("every option, every dtype", {"rows": EVERY_ADAM, "mixed": True}),
     Variant("float32 sums, float32 states", {"grad_dtype": F32, "state_dtype": F32}),
+    Variant("bf16 gradients", {"grad_dtype": BF16}),
     Variant("float64 gradients", {"rows": EVERY_ADAM, "grad_dtype": F64}),
     Variant("bf16 states", {"rows": EVERY_ADAM, "state_dtype": BF16, "grad_dtype": F32}),
-    Variant("skipped", {"skip": 1, "factors": (math.nan, math.nan)}),
+    Variant("skipped", {"skip": 1, "factors": (math.nan, math.nan), **MASTER}),
+    Variant("with bf16 copies", {"rows": EVERY_ADAM, **MASTER}),
+    Variant("with fp16 copies", {"rows": EVERY_ADAM, **MASTER, "copies": F16}),
 )
 
 
@@ -730,7 +750,8 @@ SGD = (
     Variant("float32 sums, float32 states", {"grad_dtype": F32, "state_dtype": F32}),
     Variant("float64 gradients", {"rows": EVERY_SGD, "grad_dtype": F64}),
     Variant("bf16 states", {"rows": EVERY_SGD, "state_dtype": BF16, "grad_dtype": F32}),
-    Variant("skipped", {"skip": 1, "factors": (math.nan, math.nan)}),
+    Variant("skipped", {"skip": 1, "factors": (math.nan, math.nan), **MASTER}),
+    Variant("with bf16 copies", {"rows": EVERY_SGD, **MASTER}),
 )
 
 
@@ -949,7 +970,45 @@ NORM_RAW = (
     Refusal("scale", "float32", lambda t: torch.tensor(0.3), RuntimeError, "scale must be"),
 )
 
+RAW_UPDATE_TABLES = (
+    Refusal("group", "beyond hyper", lambda t: t + 3, RuntimeError, r"group\[\d\] is out of range"),
+    Refusal("group", "negative", lambda t: t - 3, RuntimeError, r"group\[\d\] is out of range"),
+    Refusal("group", "too short", lambda t: t[:-1], RuntimeError, "group must be"),
+    Refusal("hyper", "a column short", lambda t: t[:, :-1], RuntimeError, "hyper must have shape"),
+    Refusal("hyper", "float32", lambda t: t.float(), RuntimeError, "hyper must be"),
+    Refusal(
+        "hyper",
+        "columns first",
+        lambda t: t.repeat(2, 1).t().contiguous().t(),
+        RuntimeError,
+        "hyper",
+    ),
+    Refusal("row", "beyond scalars", lambda t: t + 1000, RuntimeError, r"row\[\d+\] is beyond scalars"),
+    Refusal("row", "negative", lambda t: t - 1000, RuntimeError, r"row\[\d+\] is beyond scalars"),
+    Refusal("scalars", "a column short", lambda t: t[:, :-1], RuntimeError, "scalars must have shape"),
+    Refusal("skip", "int64", lambda t: t.long(), RuntimeError, "skip must be"),
+)
+
 FINISH_ERRORS = (
+    _wrong_dtype("steps", torch.float64, "float32"),
+    _wrong_dtype("row", torch.int32, "int64"),
+    _wrong_dtype("group", torch.int32, "int64"),
+    _wrong_dtype("hyper", torch.float32, "float64"),
+    _wrong_dtype("scalars", torch.float32, "float64"),
+    Refusal("scalars", "none", lambda t: None, TypeError, "scalars must be given with steps"),
+    Refusal("scalars", "a column short", lambda t: t[:, :-1], ValueError, "scalars must have shape"),
+    Refusal("hyper", "a column short", lambda t: t[:, :-1], ValueError, r"hyper must have shape"),
+    Refusal("steps", "one short", lambda t: t[:-1], ValueError, "steps must have the 40 elements"),
+    Refusal("group", "too short", lambda t: t[:-1], ValueError, "group must have an entry for each"),
+    Refusal(
+        "lrs",
+        "two elements",
+        lambda t: [torch.zeros(2)],
+        ValueError,
+        r"lrs\[0\] must be one",
+        {"lr_tensors": True},
+    ),
+    Refusal("lr_groups", "none", lambda t: None, TypeError, "lr_groups must be", {"lr_tensors": True}),
     _wrong_dtype("norm", torch.float64, "float32"),
     _wrong_dtype("group_norms", torch.float32, "float64"),
     _wrong_dtype("factor", torch.float32, "float64"),
@@ -991,6 +1050,26 @@ FINISH_RAW = (
     Refusal("norm", "float64", lambda t: t.double(), RuntimeError, "norm must be"),
     Refusal("skip", "int64", lambda t: t.long(), RuntimeError, "skip must be"),
     Refusal("divisor", "float32", lambda t: t.float(), RuntimeError, "divisor must be"),
+    *RAW_UPDATE_TABLES,
+    Refusal("steps", "float64", lambda t: t.double(), RuntimeError, "steps must be"),
+    Refusal("steps", "expanded", lambda t: t[:1].expand(len(t)), RuntimeError, "steps must be"),
+    Refusal("scalars", "none", lambda t: None, RuntimeError, "steps needs scalars"),
+    Refusal(
+        "lr_groups",
+        "beyond",
+        lambda t: t + 3,
+        RuntimeError,
+        r"lr_groups\[0\] is out of range",
+        {"lr_tensors": True},
+    ),
+    Refusal(
+        "lrs",
+        "two elements",
+        lambda t: [torch.zeros(2)] * 2,
+        RuntimeError,
+        "one element",
+        {"lr_tensors": True},
+    ),
 )
 
 UPDATE_TABLES = (
@@ -1006,40 +1085,10 @@ UPDATE_TABLES = (
         ValueError,
         r"hyper must have shape \[groups, 10\]",
     ),
-    Refusal(
-        "scalars",
-        "a row short",
-        lambda t: t[:-1],
-        ValueError,
-        r"scalars must have shape \[\d+, 3\]",
-    ),
     Refusal("scalars", "a column short", lambda t: t[:, :-1], ValueError, r"scalars must have shape"),
-    Refusal("group", "too short", lambda t: t[:-1], ValueError, "group must name a row of hyper"),
-)
-RAW_UPDATE_TABLES = (
-    Refusal("group", "beyond hyper", lambda t: t + 3, RuntimeError, r"group\[\d\] is out of range"),
-    Refusal("group", "negative", lambda t: t - 3, RuntimeError, r"group\[\d\] is out of range"),
-    Refusal("group", "too short", lambda t: t[:-1], RuntimeError, "group must be"),
-    Refusal("hyper", "a column short", lambda t: t[:, :-1], RuntimeError, "hyper must have shape"),
-    Refusal("hyper", "float32", lambda t: t.float(), RuntimeError, "hyper must be"),
-    Refusal(
-        "hyper",
-        "columns first",
-        lambda t: t.repeat(2, 1).t().contiguous().t(),
-        RuntimeError,
-        "hyper",
-    ),
-    Refusal("scalars", "a row short", lambda t: t[:-1], RuntimeError, "scalars must be"),
-    Refusal("skip", "int64", lambda t: t.long(), RuntimeError, "skip must be"),
-)
-
-ADVANCE_ERRORS = (_wrong_dtype("steps", torch.float64, "float32"), *UPDATE_TABLES)
-ADVANCE_RAW = (
-    *RAW_UPDATE_TABLES,
-    Refusal("index", "beyond steps", lambda t: t + 1000, RuntimeError, r"index\[\d+\] is beyond steps"),
-    Refusal("index", "negative", lambda t: t - 1000, RuntimeError, r"index\[\d+\] is beyond steps"),
-    Refusal("steps", "float64", lambda t: t.double(), RuntimeError, "steps must be"),
-    Refusal("steps", "expanded", lambda t: t[:1].expand(len(t)), RuntimeError, "steps must be"),
+    Refusal("group", "too short", lambda t: t[:-1], ValueError, "group must have an entry for each"),
+    Refusal("row", "too short", lambda t: t[:-1], ValueError, "row must have an entry for each"),
+    _wrong_dtype("row", torch.int32, "int64"),
 )
 
 
@@ -1188,16 +1237,12 @@ CASES = (
         NORM, NORM_ERRORS, NORM_RAW, ("scale",),
     ),
     OpCase(
-        # Sum and flag of each chunk read.
-        "finish_", make_finish, ("norm", "group_norms", "factor", "skip", "skipped"), (),
-        lambda n, dtype, **_: 16 * n, _DOUBLES, FINISH, FINISH_ERRORS, FINISH_RAW,
-        ("max_norm", "weight", "divisor"), unit="chunks", grid=(0, 1, 7, 1023, 1024, 1025, 5003),
-    ),
-    OpCase(
-        # Step count read and written, index and group read, three scalars written, for 2 in 3.
-        "advance_", make_advance, ("steps", "scalars"), (),
-        lambda n, dtype, **_: 2 / 3 * n * (4 + 4 + 8 + 8 + 24), _DOUBLES, ADVANCE, ADVANCE_ERRORS,
-        ADVANCE_RAW, ("hyper", "skip", "steps"), unit="parameters", grid=tuple(range(200)),
+        # Sum and flag of each chunk read. For two parameters in three: step count read and written, row
+        # and group read, four scalars written.
+        "finish_", make_finish,
+        ("norm", "group_norms", "factor", "skip", "skipped", "steps", "scalars"), (),
+        lambda n, dtype, parameters=40, **_: 16 * n + 2 / 3 * (parameters or 0) * (4 + 4 + 8 + 8 + 32),
+        _DOUBLES, FINISH, FINISH_ERRORS, FINISH_RAW, ("max_norm", "weight", "divisor", "hyper", "steps"), unit="chunks", grid=(0, 1, 7, 1023, 1024, 1025, 5003),
     ),
     OpCase(
         # Read and written.
@@ -1217,11 +1262,12 @@ CASES = (
         ("factor",),
     ),
     OpCase(
-        "adam_", make_adam, ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"), ("params",),
+        "adam_", make_adam, 
+        ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"), ("params", "copies"),
         bytes_adam, ops.DTYPES, ADAM, ADAM_ERRORS, ADAM_RAW, ("hyper", "scalars", "factor", "skip"),
     ),
     OpCase(
-        "sgd_", make_sgd, ("params", "momentum_buffers"), ("params",), bytes_sgd, ops.DTYPES, SGD,
+        "sgd_", make_sgd, ("params", "momentum_buffers", "copies"), ("params", "copies"), bytes_sgd, ops.DTYPES, SGD,
         SGD_ERRORS, SGD_RAW, ("hyper", "scalars", "factor", "skip"),
     ),
 )  # fmt: skip

@@ -139,7 +139,7 @@ def test_the_sources_have_the_same_numbers():
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="the C++ sources are not beside the tests")
 def test_the_sources_have_the_same_columns():
-    finish = (SOURCES / "finish.h").read_text()
+    finish = (SOURCES / "hyper.h").read_text()
     hyper = re.search(r"enum Hyper : int \{(.*?)\}", finish, re.S)[1]
     names = [re.sub("([A-Z])", r"_\1", n).upper() for n in re.findall(r"\bk(\w+)", hyper)]
     names = [n.lstrip("_") for n in names]

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from fastaccum import ops, reference  # noqa: E402
 from tests import cases  # noqa: E402
-from tests.bits import assert_same, clone, different, tensors_of, total_norm, whole  # noqa: E402
+from tests.bits import assert_same, clone, count_steps, different, tensors_of, total_norm, whole  # noqa: E402
 from tests.cases import BY_NAME, CASES, around  # noqa: E402
 
 pytestmark = pytest.mark.native
@@ -357,18 +357,18 @@ def test_chunks_beyond_the_spans_do_not_count():
 
 @pytest.mark.quick
 def test_bias_corrections_are_those_of_float64():
-    args, kwargs = BY_NAME["advance_"].make("cpu", torch.float64, 300, 0, most=200_000)
-    steps, scalars, index, group, hyper, _ = args
+    args, kwargs = BY_NAME["finish_"].make("cpu", torch.float64, 3, 0, parameters=300, most=200_000)
+    steps, scalars, row, group, hyper = (kwargs[k] for k in ("steps", "scalars", "row", "group", "hyper"))
     before = steps.clone()
-    ops.advance_(*args, **kwargs)
-    for i, (k, g) in enumerate(zip(index.tolist(), group.tolist(), strict=True)):
+    ops.finish_(*args, **kwargs)
+    for k, g in zip(row.tolist(), group.tolist(), strict=True):
         lr, beta1, beta2 = hyper[g, :3].tolist()
         t = before[k].item() + 1
         assert steps[k] == t
-        wanted = [lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), float(t == 1)]
-        assert scalars[i].tolist() == pytest.approx(wanted, rel=1e-10)
+        wanted = [lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), float(t == 1), lr]
+        assert scalars[k].tolist() == pytest.approx(wanted, rel=1e-10)
     others = torch.ones(300, dtype=torch.bool)
-    others[index] = False
+    others[row] = False
     assert torch.equal(steps[others], before[others])
 
 
@@ -381,13 +381,13 @@ def _one_update(name, param, grad, **row):
     steps, scalars = torch.zeros(1), torch.zeros(1, ops.SCALAR_COLUMNS, **double)
     hyper = torch.tensor([cases.hyper_row(**row)], **double)
     zero, skip = torch.zeros(1, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
-    ops.advance_(steps, scalars, zero, zero, hyper, skip)
+    count_steps(steps, scalars, zero, zero, hyper)
     n_states = {"adam_": 2, "sgd_": 1}[name]
     states = [[torch.zeros_like(param)] for _ in range(n_states)]
     extra = [[]] if name == "adam_" else []
     segments = torch.tensor([[0, param.numel()]])
     getattr(ops, name)(
-        [param], *states, *extra, [grad], segments, zero, zero, hyper, scalars,
+        [param], *states, *extra, [], [grad], segments, zero, zero, zero, hyper, scalars,
         torch.ones(1, **double), skip,
     )  # fmt: skip
     return param, [s[0] for s in states]

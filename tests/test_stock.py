@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from fastaccum import ops  # noqa: E402
 from fastaccum.layout import Layout  # noqa: E402
+from tests.bits import count_steps  # noqa: E402
 from tests.cases import hyper_row  # noqa: E402
 
 pytestmark = pytest.mark.native
@@ -54,7 +55,7 @@ def ours(name, params, grads, states, step, row):
     steps, scalars = torch.full((m,), float(step)), torch.zeros(m, ops.SCALAR_COLUMNS, **double)
     index, group = torch.arange(m), torch.zeros(m, dtype=torch.int64)
     hyper, skip = torch.tensor([hyper_row(**row)], **double), torch.zeros((), dtype=torch.int32)
-    ops.advance_(steps, scalars, index, group, hyper, skip)
+    count_steps(steps, scalars, index, group, hyper)
     layout = Layout.of(SIZES)
     segments = torch.tensor(list(zip(layout.offsets, SIZES, strict=True)))
     lists = list(mine.values())
@@ -63,7 +64,18 @@ def ours(name, params, grads, states, step, row):
     if name == "sgd_" and not lists:
         lists = [[]]
     getattr(ops, name)(
-        params, *lists, grads, segments, index, group, hyper, scalars, torch.ones(1, **double), skip
+        params,
+        *lists,
+        [],
+        grads,
+        segments,
+        index,
+        group,
+        index,
+        hyper,
+        scalars,
+        torch.ones(1, **double),
+        skip,
     )
     return {"params": params, **mine}
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../finish.h"
+#include "../norm.h"
 
 namespace fastaccum::cpu {
 
@@ -182,13 +183,11 @@ void finish(const FinishArgs& args) {
   const bool bad = args.skip_nonfinite && !empty && any_bad(args);
   *args.skip = (empty || bad) ? 1 : 0;
   if (bad) *args.skipped += 1;
-}
-
-void advance(const AdvanceArgs& args) {
   for (std::int64_t i = 0; i < args.n; ++i) {
-    float& step = args.steps[args.index[i]];
-    if (args.skip == 0) step += 1.0f;
-    bias_corrections(args.hyper + args.group[i] * kHyperColumns, step, args.scalars + i * kScalarColumns);
+    float& step = args.steps[args.row[i]];
+    if (*args.skip == 0) step += 1.0f;
+    bias_corrections(hypers_of(args.hyper + args.group[i] * kHyperColumns), step,
+                     args.scalars + args.row[i] * kScalarColumns);
   }
 }
 

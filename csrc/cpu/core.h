@@ -93,9 +93,11 @@ struct UpdateSegment {
   const void* grad;
   void* param;
   void* states[kMaxStates];  // Adam: exp_avg, exp_avg_sq, max_exp_avg_sq; SGD: momentum_buffer
+  void* copy;                // a lower-precision copy of param, written in the same pass, or null
   DType grad_dtype;
   DType param_dtype;
   DType state_dtypes[kMaxStates];
+  DType copy_dtype;
   const double* hyper;    // [kHyperColumns]
   const double* scalars;  // [kScalarColumns]
   double factor;
@@ -132,22 +134,19 @@ struct FinishArgs {
   double divisor;  // what the data is divided by: weight, or 1 for reduction="sum"
   bool skip_nonfinite;
   NormSpec spec;
+  // the parameters that take part: rows of `steps` and `scalars`, and of `hyper`
+  const std::int64_t* row;    // [n]
+  const std::int64_t* group;  // [n]
+  std::int64_t n;
+  const double* hyper;
   // outputs
+  float* steps;
+  double* scalars;  // [.., kScalarColumns]
   float* norm;
   double* group_norms;  // [n_norm_groups]
   double* factor;       // [n_norm_groups]
   std::int32_t* skip;
   std::int64_t* skipped;
-};
-
-struct AdvanceArgs {
-  const std::int64_t* index;  // [n] positions in steps
-  const std::int64_t* group;  // [n] rows of hyper
-  std::int64_t n;
-  const double* hyper;
-  std::int32_t skip;
-  float* steps;
-  double* scalars;  // [n, kScalarColumns]
 };
 
 FASTACCUM_API void gather(const GatherArgs&, ParallelFor);
@@ -156,7 +155,6 @@ FASTACCUM_API void scale(const ScaleArgs&, ParallelFor);
 FASTACCUM_API void adam(const UpdateArgs&, ParallelFor);
 FASTACCUM_API void sgd(const UpdateArgs&, ParallelFor);
 FASTACCUM_API void finish(const FinishArgs&);
-FASTACCUM_API void advance(const AdvanceArgs&);
 
 // The level in use: the best this CPU has, or what FASTACCUM_ISA=baseline|avx2|avx512 says.
 FASTACCUM_API const char* isa_name();

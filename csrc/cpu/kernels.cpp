@@ -509,8 +509,13 @@ inline bool wants_double(const UpdateSegment& s) {
   return s.param_dtype == DType::kFloat64 || s.grad_dtype == DType::kFloat64;
 }
 
-inline double signed_factor(const UpdateSegment& s, int flags) {
-  return (flags & kMaximize) != 0 ? -s.factor : s.factor;
+// The parameter as it was stored, in the copy's dtype.
+template <typename real>
+inline void write_copy(const UpdateSegment& s, std::int64_t from, void* param_at, int n) {
+  if (s.copy == nullptr) return;
+  alignas(64) real scratch[kStrand];
+  const real* stored = read_strand<real>(param_at, s.param_dtype, scratch, n);
+  write_strand(stored, element(s.copy, s.copy_dtype, from), s.copy_dtype, n);
 }
 
 template <typename real, int kFlags>
@@ -518,20 +523,7 @@ inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
   constexpr bool kAmsgradOn = (kFlags & kAdamAmsgrad) != 0;
   alignas(64) real scratch[4][kStrand];
   alignas(64) real unused[kStrand];
-  const double* h = s.hyper;
-  const int flags = static_cast<int>(h[kHyperFlags]);
-  const bool decoupled = (flags & kDecoupled) != 0;
-  const Adam<real, kFlags> update{static_cast<real>(signed_factor(s, flags)),
-                                  static_cast<real>(h[kMaxValue]),
-                                  static_cast<real>(decoupled ? 1.0 - h[kLr] * h[kWeightDecay] : 1.0),
-                                  static_cast<real>(h[kWeightDecay]),
-                                  static_cast<real>(h[kBeta1]),
-                                  static_cast<real>(1.0 - h[kBeta1]),
-                                  static_cast<real>(h[kBeta2]),
-                                  static_cast<real>(1.0 - h[kBeta2]),
-                                  static_cast<real>(s.scalars[kStepSize]),
-                                  static_cast<real>(s.scalars[kInvBias2Sqrt]),
-                                  static_cast<real>(h[kEps])};
+  const auto update = adam_of<real, kFlags>(hypers_of(s.hyper), s.scalars, s.factor);
   void* at[3];
   real* state[3] = {unused, unused, unused};
   for (int j = 0; j < (kAmsgradOn ? 3 : 2); ++j) {
@@ -558,18 +550,22 @@ inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
     if constexpr (kAmsgradOn) max_exp_avg_sq[i] = largest;
   }
   write_strand(param, param_at, s.param_dtype, n);
+  write_copy<real>(s, from, param_at, n);
   for (int j = 0; j < (kAmsgradOn ? 3 : 2); ++j) write_strand(state[j], at[j], s.state_dtypes[j], n);
 }
 
 template <typename real>
 inline void adam_strand(const UpdateSegment& s, std::int64_t from, int n) {
-  const int flags = static_cast<int>(s.hyper[kHyperFlags]);
-  const bool coupled = (flags & kDecoupled) == 0 && s.hyper[kWeightDecay] != 0.0;
-  const bool amsgrad = (flags & kAmsgrad) != 0;
-  if (coupled && amsgrad) return adam_strand<real, kAdamCoupled | kAdamAmsgrad>(s, from, n);
-  if (coupled) return adam_strand<real, kAdamCoupled>(s, from, n);
-  if (amsgrad) return adam_strand<real, kAdamAmsgrad>(s, from, n);
-  return adam_strand<real, 0>(s, from, n);
+  switch (adam_flags(hypers_of(s.hyper))) {
+    case kAdamCoupled | kAdamAmsgrad:
+      return adam_strand<real, kAdamCoupled | kAdamAmsgrad>(s, from, n);
+    case kAdamCoupled:
+      return adam_strand<real, kAdamCoupled>(s, from, n);
+    case kAdamAmsgrad:
+      return adam_strand<real, kAdamAmsgrad>(s, from, n);
+    default:
+      return adam_strand<real, 0>(s, from, n);
+  }
 }
 
 void adam(const UpdateArgs& args, std::int64_t begin, std::int64_t end) {
@@ -587,15 +583,7 @@ template <typename real, int kFlags>
 inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
   constexpr bool kMomentumOn = (kFlags & kSgdMomentum) != 0;
   alignas(64) real scratch[3][kStrand];
-  const double* h = s.hyper;
-  const bool first = s.scalars[kFirst] != 0.0;
-  const Sgd<real, kFlags> update{static_cast<real>(signed_factor(s, static_cast<int>(h[kHyperFlags]))),
-                                 static_cast<real>(h[kMaxValue]),
-                                 static_cast<real>(h[kWeightDecay]),
-                                 static_cast<real>(h[kMomentum]),
-                                 static_cast<real>(first ? 0.0 : h[kMomentum]),
-                                 static_cast<real>(first ? 1.0 : 1.0 - h[kDampening]),
-                                 static_cast<real>(h[kLr])};
+  const auto update = sgd_of<real, kFlags>(hypers_of(s.hyper), s.scalars, s.factor);
   void* param_at = element(s.param, s.param_dtype, from);
   real* param = open_strand<real>(param_at, s.param_dtype, scratch[0], n);
   void* buffer_at = nullptr;
@@ -617,16 +605,13 @@ inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
     if constexpr (kMomentumOn) b[i] = new_b;
   }
   write_strand(param, param_at, s.param_dtype, n);
+  write_copy<real>(s, from, param_at, n);
   if constexpr (kMomentumOn) write_strand(buffer, buffer_at, s.state_dtypes[0], n);
 }
 
 template <typename real>
 inline void sgd_strand(const UpdateSegment& s, std::int64_t from, int n) {
-  const bool momentum = s.hyper[kMomentum] != 0.0;
-  const bool nesterov = (static_cast<int>(s.hyper[kHyperFlags]) & kNesterov) != 0;
-  const bool decay = s.hyper[kWeightDecay] != 0.0;
-  switch ((momentum ? kSgdMomentum : 0) | (momentum && nesterov ? kSgdNesterov : 0) |
-          (decay ? kSgdDecay : 0)) {
+  switch (sgd_flags(hypers_of(s.hyper))) {
     case kSgdMomentum:
       return sgd_strand<real, kSgdMomentum>(s, from, n);
     case kSgdMomentum | kSgdDecay:

@@ -1,0 +1,233 @@
+"""Tables on a GPU: layouts and pointers, made from lists of tensors and uploaded when they change.
+
+- A layout's tables: the segment of each strand, and each segment's offset and size; uploaded once.
+- Pointers: one word per tensor, ``address | tag << 56``, the tag being the dtype (0: no tensor) and flags.
+
+A table is compared with what the host last put there and uploaded only when a word has changed, so from
+the second window on nothing but fresh gradients travels. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastaccum.layout import CHUNK, STRAND, STRANDS_PER_CHUNK
+
+TAG_SHIFT = 56
+# DType + 1 of csrc/strand.h; 0 is no tensor.
+TAGS = {
+    torch.float32: 1 << TAG_SHIFT,
+    torch.bfloat16: 2 << TAG_SHIFT,
+    torch.float16: 3 << TAG_SHIFT,
+    torch.float64: 4 << TAG_SHIFT,
+}
+DTYPE_MASK = 7 << TAG_SHIFT
+PRESENT = 64 << TAG_SHIFT  # the flat buffer holds this segment
+MISALIGNED = 32 << TAG_SHIFT  # not on 16 bytes; CUDA looks for itself, Triton must be told
+
+
+class Uploader(Protocol):
+    """How words get to the device."""
+
+    limit: int  # words that travel by value
+
+    def capturing(self, device: torch.device) -> bool:
+        """Whether a graph is being captured on the device's current stream."""
+
+    def store(self, table: Tensor, words: Tensor) -> None:
+        """Writes at most ``limit`` words from the host by value."""
+
+    def upload(self, table: Tensor, pinned: Tensor) -> None:
+        """Copies from pinned memory, asynchronously."""
+
+
+class Words:
+    """64-bit words on the host, with a tensor over the same memory: writing them costs no torch op."""
+
+    def __init__(self, count: int) -> None:
+        self._array = array.array("q", bytes(8 * max(count, 1)))
+        self.tensor = torch.frombuffer(self._array, dtype=torch.int64)[:count]
+
+    def write(self, words: Sequence[int]) -> Tensor:
+        """Replaces the words; returns the tensor."""
+        self._array[: len(words)] = array.array("q", words)
+        return self.tensor
+
+
+class Ring:
+    """Pinned memory for uploads: a slot is written again only when its copy has run.
+
+    A copy from a slot is asynchronous, so writing the slot too early would change what is on its way.
+    A busy slot is passed over; when all are busy the ring grows, and never waits.
+    """
+
+    SLOTS = 4
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._slots: list[tuple[Tensor, Any]] = [self._make() for _ in range(self.SLOTS)]
+        self._next = 0
+
+    def _make(self) -> tuple[Tensor, Any]:
+        on_gpu = self._device.type == "cuda"
+        pinned = torch.empty(self._count, dtype=torch.int64, pin_memory=on_gpu)
+        return pinned, torch.cuda.Event() if on_gpu else None
+
+    def upload(self, words: Sequence[int], copy: Callable[[Tensor], None]) -> None:
+        """Puts the words into a free slot and copies it."""
+        for i in range(len(self._slots)):
+            at = (self._next + i) % len(self._slots)
+            event = self._slots[at][1]
+            if event is None or event.query():
+                break
+        else:
+            self._slots.append(self._make())
+            at = len(self._slots) - 1
+        self._next = (at + 1) % len(self._slots)
+        pinned, event = self._slots[at]
+        pinned.copy_(torch.frombuffer(array.array("q", words), dtype=torch.int64))
+        copy(pinned)
+        if event is not None:
+            event.record()
+
+
+class Table:
+    """A table of words on the device and what the host last put there."""
+
+    def __init__(self, count: int, device: torch.device, uploader: Uploader) -> None:
+        self.tensor = torch.empty(count, dtype=torch.int64, device=device)
+        self._uploader = uploader
+        self._words: list[int] | None = None
+        self._host: Words | None = None
+        self._ring: Ring | None = None
+        self._captured = False
+
+    def holds(self, words: Sequence[int]) -> bool:
+        """Whether the device has these words for sure."""
+        return self._words == words and not self._captured
+
+    def put(self, words: list[int]) -> Tensor:
+        """Brings the words to the device if it does not have them; returns the table.
+
+        In a graph's capture they are always stored, by value: replays need them whatever the table holds
+        then. What a table holds is not known any more once a graph that stores into it exists.
+        """
+        capturing = self._uploader.capturing(self.tensor.device)
+        if self.holds(words) and not capturing:
+            return self.tensor
+        if not words:
+            return self.tensor
+        if len(words) <= self._uploader.limit:
+            if self._host is None:
+                self._host = Words(len(words))
+            self._uploader.store(self.tensor, self._host.write(words))
+        elif capturing:
+            raise RuntimeError(
+                f"a table of {len(words)} words cannot be uploaded while a CUDA graph is being captured, "
+                f"only one of up to {self._uploader.limit} can (with the CUDA kernels, where they are built)"
+            )
+        else:
+            if self._ring is None:
+                self._ring = Ring(len(words), self.tensor.device)
+            self._ring.upload(words, functools.partial(self._uploader.upload, self.tensor))
+        self._captured = self._captured or capturing
+        self._words = words
+        return self.tensor
+
+
+def host(table: Tensor) -> list[int]:
+    """A table that lives on the CPU as numbers; no device is read."""
+    return table.tolist()
+
+
+def entries(tensors: Sequence[Tensor]) -> list[int]:
+    """One pointer entry per tensor."""
+    tags = TAGS
+    return [
+        address | tags[tensor.dtype] if not address & 15 else address | tags[tensor.dtype] | MISALIGNED
+        for address, tensor in zip(map(Tensor.data_ptr, tensors), tensors, strict=True)
+    ]
+
+
+def spread(words: Sequence[int], index: Tensor, n: int) -> list[int]:
+    """Words at their segments, 0 elsewhere."""
+    if len(words) == n:
+        return list(words)
+    result = [0] * n
+    for k, word in zip(host(index), words, strict=False):
+        result[k] = word
+    return result
+
+
+class Pointers(NamedTuple):
+    """A table on the device and the words in it."""
+
+    table: Tensor
+    words: list[int]
+
+    def tags(self, count: int) -> set[int]:
+        """The dtypes' tags in the first words."""
+        return {(word & DTYPE_MASK) >> TAG_SHIFT for word in self.words[:count]}
+
+
+class DeviceLayout:
+    """A layout's tables on the device, and the pointer tables that go with it.
+
+    Attributes:
+        n: segments.
+        end: one past the last element.
+        strand_segment: int32 ``[n_chunks * 16]``: the segment of each strand, -1 for padding.
+        segments: int64 ``[n, 2]``.
+        tables: by role.
+    """
+
+    def __init__(self, segments: Tensor, device: torch.device, uploader: Uploader) -> None:
+        rows = host(segments)
+        self.n = len(rows)
+        self.end = rows[-1][0] + rows[-1][1] if rows else 0
+        chunks = -(-self.end // CHUNK)
+        strands = array.array("i", [-1]) * (chunks * STRANDS_PER_CHUNK)
+        for k, (offset, numel) in enumerate(rows):
+            first, count = offset // STRAND, -(-numel // STRAND)
+            strands[first : first + count] = array.array("i", [k]) * count
+        on_host = (
+            torch.frombuffer(strands, dtype=torch.int32) if strands else torch.empty(0, dtype=torch.int32)
+        )
+        self.strand_segment = on_host.to(device, copy=True)
+        self.segments = segments.to(device, copy=True)
+        self.version = segments._version
+        self._device, self._uploader = device, uploader
+        self.tables: dict[str, Table] = {}
+
+    def table(self, role: str, rows: int = 1) -> Table:
+        """The table of that role."""
+        if role not in self.tables:
+            self.tables[role] = Table(rows * self.n, self._device, self._uploader)
+        return self.tables[role]
+
+    def pointers(self, role: str, tensors: Sequence[Tensor], index: Tensor) -> Pointers:
+        """A table of one tensor per segment, uploaded unless one of the two roles has it already."""
+        words = spread(entries(tensors), index, self.n)
+        for known in ("kept", "grads"):
+            if known != role and known in self.tables and self.tables[known].holds(words):
+                role = known
+        return Pointers(self.table(role).put(words), words)
+
+
+def bits(values: Sequence[float]) -> list[int]:
+    """Float64 values as words."""
+    return array.array("q", array.array("d", values).tobytes()).tolist()
+
+
+def mask(numbers: Sequence[int], count: int) -> list[int]:
+    """A bit mask of ``count`` bits, as signed words."""
+    words = [0] * -(-count // 64)
+    for number in numbers:
+        words[number >> 6] |= 1 << (number & 63)
+    return [word - (1 << 64) if word >> 63 else word for word in words]
