@@ -79,6 +79,13 @@ FASTACCUM_DEVICE void add_strand(const Terms<real>& terms, const Access<real, kV
   if (sums != nullptr) sums->template close<real>();
 }
 
+// Blocks per multiprocessor. float needs no more than 56 registers (72 at 32 bytes) and must not take more;
+// double is rare, and would spill at that.
+template <typename real, int kVector>
+constexpr int kBlocks = sizeof(real) == 8  ? 1
+                        : kVector == kWide ? 14
+                                           : 9;
+
 template <int kSum, int kVector>
 struct SumsOf {
   using type = LaneSums<static_cast<Norm>(kSum), kVector>;
@@ -89,7 +96,8 @@ struct SumsOf<kNoSum, kVector> {
 };
 
 template <typename real, int kSum, int kVector, typename Table>
-__global__ void __launch_bounds__(threads(kVector)) gather_kernel(FASTACCUM_GRID_CONSTANT(Params<Table>) p) {
+__global__ void __launch_bounds__(threads(kVector), kBlocks<real, kVector>)
+    gather_kernel(FASTACCUM_GRID_CONSTANT(Params<Table>) p) {
   if constexpr (compiled<kVector>()) {
     typename SumsOf<kSum, kVector>::type sums({});
     auto* const used = kSum == kNoSum ? nullptr : &sums;

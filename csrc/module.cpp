@@ -21,6 +21,9 @@ PYBIND11_MODULE(_C, module) {
         info["compiler"] = FASTACCUM_COMPILER;
         info["flags"] = FASTACCUM_FLAGS;
         info["levels"] = FASTACCUM_LEVELS;  // instruction levels, comma separated
+        info["cuda"] = FASTACCUM_CUDA;      // the toolkit's version; empty: no GPU kernels
+        info["cuda_archs"] = FASTACCUM_CUDA_ARCHS;
+        info["cuda_note"] = FASTACCUM_CUDA_NOTE;  // why there are no GPU kernels
         return info;
       },
       "Returns how this library was built, as a dict of strings.");

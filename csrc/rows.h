@@ -61,6 +61,17 @@ FASTACCUM_DEVICE double as_double(Entry bits) {
   return value;
 }
 
+// A pointer that was an integer may point anywhere; told that it is global memory, the compiler uses
+// LDG/STG and, where there are any, 256-bit accesses. It must be told at every access: what was said
+// where the pointer was made is lost when it passes a select or a loop.
+template <typename T>
+FASTACCUM_DEVICE T* global(T* pointer) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 // A group's row of such a table; its learning rate may lie on the device, as float32 or float64.
 template <typename Table>
 FASTACCUM_DEVICE Hypers group_of(const Table& words, std::int64_t group) {
@@ -70,9 +81,10 @@ FASTACCUM_DEVICE Hypers group_of(const Table& words, std::int64_t group) {
   for (int c = 0; c < kHyperColumns; ++c) row[c] = as_double(words.at(first + c));
   const Entry lr = words.at(first + kHyperColumns);
   if (lr != 0) {
-    const void* at = reinterpret_cast<const void*>(lr & kAddressMask);
+    const auto at = lr & kAddressMask;
     const bool wide = ((lr >> kTagShift) & kDTypeMask) == static_cast<Entry>(DType::kFloat64) + 1;
-    row[kLr] = wide ? *static_cast<const double*>(at) : *static_cast<const float*>(at);
+    row[kLr] =
+        wide ? *global(reinterpret_cast<const double*>(at)) : *global(reinterpret_cast<const float*>(at));
   }
   return hypers_of(row);
 }
@@ -93,16 +105,6 @@ Status with_table(const Words& words, const Body& body) {
 
 //------------------------------------------------------------------------------------------ arrays
 
-// A pointer that was an integer may point anywhere; told that it is global memory, the compiler uses
-// LDG/STG and, where there are any, 256-bit accesses.
-FASTACCUM_DEVICE char* global_address(Entry entry) {
-  char* pointer = reinterpret_cast<char*>(entry & kAddressMask);
-#if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(pointer));
-#endif
-  return pointer;
-}
-
 // One tensor's elements from a strand's first on.
 struct Array {
   char* data;  // null: there is none
@@ -112,7 +114,7 @@ struct Array {
     const int tag = static_cast<int>((entry >> kTagShift) & kDTypeMask);
     if (tag == 0) return {nullptr, DType::kFloat32};
     const DType dtype = static_cast<DType>(tag - 1);
-    return {global_address(entry) + from * size_of(dtype), dtype};
+    return {reinterpret_cast<char*>(entry & kAddressMask) + from * size_of(dtype), dtype};
   }
   FASTACCUM_DEVICE bool exists() const { return data != nullptr; }
   // Whether every row can be read at full width and, as `real`, without loss.
@@ -150,14 +152,14 @@ template <int kBytes, Reuse kReuse>
 FASTACCUM_DEVICE void load_bytes(const char* from, std::uint32_t* words) {
   static_assert(kBytes >= 4, "a thread's share of a row is at least a word");
   if constexpr (kBytes == 4) {  // two 16-bit elements beside float64 ones
-    const unsigned* at = reinterpret_cast<const unsigned*>(from);
+    const unsigned* at = global(reinterpret_cast<const unsigned*>(from));
     words[0] = kReuse == Reuse::kNone ? __ldcs(at) : *at;
   } else if constexpr (kBytes == 8) {
-    const uint2* at = reinterpret_cast<const uint2*>(from);
+    const uint2* at = global(reinterpret_cast<const uint2*>(from));
     const uint2 x = kReuse == Reuse::kNone ? __ldcs(at) : *at;
     words[0] = x.x, words[1] = x.y;
   } else if constexpr (kBytes == 16) {
-    const uint4* at = reinterpret_cast<const uint4*>(from);
+    const uint4* at = global(reinterpret_cast<const uint4*>(from));
     const uint4 x = kReuse == Reuse::kNone ? __ldcs(at) : *at;
     words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
   } else if constexpr (kBytes == 32) {
@@ -165,7 +167,7 @@ FASTACCUM_DEVICE void load_bytes(const char* from, std::uint32_t* words) {
     load_bytes<16, kReuse>(from, words);
     load_bytes<16, kReuse>(from + 16, words + 4);
 #else
-    const ulonglong4_32a x = *reinterpret_cast<const ulonglong4_32a*>(from);
+    const ulonglong4_32a x = *global(reinterpret_cast<const ulonglong4_32a*>(from));
     std::memcpy(words, &x, sizeof x);
 #endif
   } else {
@@ -179,11 +181,11 @@ template <int kBytes>
 FASTACCUM_DEVICE void store_bytes(char* to, const std::uint32_t* words) {
   static_assert(kBytes >= 4, "a thread's share of a row is at least a word");
   if constexpr (kBytes == 4) {
-    __stcs(reinterpret_cast<unsigned*>(to), words[0]);
+    __stcs(global(reinterpret_cast<unsigned*>(to)), words[0]);
   } else if constexpr (kBytes == 8) {
-    __stcs(reinterpret_cast<uint2*>(to), make_uint2(words[0], words[1]));
+    __stcs(global(reinterpret_cast<uint2*>(to)), make_uint2(words[0], words[1]));
   } else if constexpr (kBytes == 16) {
-    __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
+    __stcs(global(reinterpret_cast<uint4*>(to)), make_uint4(words[0], words[1], words[2], words[3]));
   } else if constexpr (kBytes == 32) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
     store_bytes<16>(to, words);
@@ -191,7 +193,7 @@ FASTACCUM_DEVICE void store_bytes(char* to, const std::uint32_t* words) {
 #else
     ulonglong4_32a x;
     std::memcpy(&x, words, sizeof x);
-    *reinterpret_cast<ulonglong4_32a*>(to) = x;
+    *global(reinterpret_cast<ulonglong4_32a*>(to)) = x;
 #endif
   } else {
     store_bytes<kBytes / 2>(to, words);
@@ -313,25 +315,25 @@ struct Access {
   static FASTACCUM_DEVICE real element(const Array& array, int i) {
     switch (array.dtype) {
       case DType::kFloat64:
-        return static_cast<real>(reinterpret_cast<const double*>(array.data)[i]);
+        return static_cast<real>(*global(reinterpret_cast<const double*>(array.data) + i));
       case DType::kFloat32:
-        return static_cast<real>(reinterpret_cast<const float*>(array.data)[i]);
+        return static_cast<real>(*global(reinterpret_cast<const float*>(array.data) + i));
       case DType::kBFloat16:
-        return static_cast<real>(widen(reinterpret_cast<const bfloat16*>(array.data)[i]));
+        return static_cast<real>(widen(*global(reinterpret_cast<const bfloat16*>(array.data) + i)));
       default:
-        return static_cast<real>(widen(reinterpret_cast<const float16*>(array.data)[i]));
+        return static_cast<real>(widen(*global(reinterpret_cast<const float16*>(array.data) + i)));
     }
   }
   static FASTACCUM_DEVICE void set_element(const Array& array, int i, real value) {
     switch (array.dtype) {
       case DType::kFloat64:
-        return narrow(value, reinterpret_cast<double*>(array.data) + i);
+        return narrow(value, global(reinterpret_cast<double*>(array.data) + i));
       case DType::kFloat32:
-        return narrow(value, reinterpret_cast<float*>(array.data) + i);
+        return narrow(value, global(reinterpret_cast<float*>(array.data) + i));
       case DType::kBFloat16:
-        return narrow(value, reinterpret_cast<bfloat16*>(array.data) + i);
+        return narrow(value, global(reinterpret_cast<bfloat16*>(array.data) + i));
       default:
-        return narrow(value, reinterpret_cast<float16*>(array.data) + i);
+        return narrow(value, global(reinterpret_cast<float16*>(array.data) + i));
     }
   }
 };

@@ -7,7 +7,6 @@ first window nothing allocates.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,47 +19,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastaccum import ops
 from fastaccum.launchers import Launcher
 from fastaccum.layout import Layout
-from fastaccum.tables import PRESENT, DeviceLayout, Pointers, Table, entries, host, mask, spread
+from fastaccum.tables import (
+    PRESENT,
+    Counters,
+    DeviceLayout,
+    Groups,
+    Pointers,
+    Table,
+    entries,
+    host,
+    mask,
+    spread,
+)
 
 AMSGRAD = 2  # flag of the hyper-parameter table
-
-
-@dataclasses.dataclass
-class Groups:
-    """The parameter groups' hyper-parameters as words.
-
-    Attributes:
-        rows: of the table, as numbers.
-        amsgrad: some group wants it.
-        table: holds the words on the device if they are too many to travel by value.
-    """
-
-    rows: list[list[float]]
-    version: int
-    amsgrad: bool
-    tables: dict[str, Table] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Counters:
-    """What ``finish_`` needs beside the window's sums, in the form of tables.
-
-    Attributes:
-        spans: int64 ``[m, 3]`` on the device.
-        groups: of the parameters, or None where there are none.
-        lr_words: ``(group, entry)`` of learning rates that lie on the device, and those tensors.
-        limits: ``max_norm`` of each norm group.
-        active: bit mask over the slots.
-        group: int64 ``[n_slots]`` on the device: rows of the hyper-parameters.
-    """
-
-    spans: Tensor
-    groups: Groups | None
-    lrs: list[tuple[int, Tensor]]
-    limits: list[float]
-    active: list[int]
-    group: Tensor
-    tables: dict[str, Table]
 
 
 class _FinishTables:

@@ -6,7 +6,8 @@ cannot, so there it goes into small tables on the device, uploaded when it has c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from fastaccum.tables import (
     MISALIGNED,
     TAG_SHIFT,
     TAGS,
+    Counters,
     DeviceLayout,
+    Groups,
     Pointers,
     Table,
     Uploader,
@@ -25,11 +28,6 @@ from fastaccum.tables import (
     bits,
     entries,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastaccum.gpu import Counters, Groups
 
 for _schema in (
     "launch_gather(Tensor(a!) buffer, Tensor(b!)? partials, Tensor strand_segment, Tensor segments, "

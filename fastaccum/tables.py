@@ -10,6 +10,7 @@ the second window on nothing but fresh gradients travels. Nothing here waits for
 from __future__ import annotations
 
 import array
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -218,6 +219,44 @@ class DeviceLayout:
             if known != role and known in self.tables and self.tables[known].holds(words):
                 role = known
         return Pointers(self.table(role).put(words), words)
+
+
+@dataclasses.dataclass
+class Groups:
+    """The parameter groups' hyper-parameters as words.
+
+    Attributes:
+        rows: of the table, as numbers.
+        amsgrad: some group wants it.
+        table: holds the words on the device if they are too many to travel by value.
+    """
+
+    rows: list[list[float]]
+    version: int
+    amsgrad: bool
+    tables: dict[str, Table] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Counters:
+    """What ``finish_`` needs beside the window's sums, in the form of tables.
+
+    Attributes:
+        spans: int64 ``[m, 3]`` on the device.
+        groups: of the parameters, or None where there are none.
+        lr_words: ``(group, entry)`` of learning rates that lie on the device, and those tensors.
+        limits: ``max_norm`` of each norm group.
+        active: bit mask over the slots.
+        group: int64 ``[n_slots]`` on the device: rows of the hyper-parameters.
+    """
+
+    spans: Tensor
+    groups: Groups | None
+    lrs: list[tuple[int, Tensor]]
+    limits: list[float]
+    active: list[int]
+    group: Tensor
+    tables: dict[str, Table]
 
 
 def bits(values: Sequence[float]) -> list[int]:
