@@ -56,13 +56,13 @@ FASTACCUM_DEVICE void add_strand(const Terms<real>& terms, const Access<real, kV
       if (has_base) {
         access.widen_row(terms.base, base[u], sum);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) sum[j] = sum[j] * terms.base_weight;
+        for (int j = 0; j < kVector; ++j) sum[j] = weighted(sum[j], terms.base_weight);
       }
       if (has_fresh) {
         access.widen_row(terms.fresh, fresh[u], term);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          const real product = term[j] * terms.weight;
+          const real product = weighted(term[j], terms.weight);
           sum[j] = has_base ? sum[j] + product : product;
         }
       }

@@ -45,6 +45,13 @@ FASTACCUM_HOST_DEVICE double magnitude(double x) { return __builtin_fabs(x); }
 FASTACCUM_HOST_DEVICE double raised(double x, double power) { return __builtin_pow(x, power); }
 #endif
 
+// A gradient times its weight. A weight of 0 (a micro-batch without items) selects nothing, where 0 * NaN,
+// the gradient of a mean over nothing, would be NaN.
+template <typename real>
+FASTACCUM_HOST_DEVICE real weighted(real gradient, real weight) {
+  return weight == real(0) ? real(0) : gradient * weight;
+}
+
 enum class Norm : std::int32_t { kTwo = 0, kOne = 1, kInf = 2, kPower = 3 };
 
 }  // namespace fastaccum

@@ -327,7 +327,7 @@ class FusedAccumulator(Optimizer):
         """
         self._pending.check_whole()
         before = self._pending.weight
-        self._pending.begin_backward(pending.given(weight, count), self._weight_kind)
+        self._pending.begin_backward(self._given(weight, count), self._weight_kind)
         try:
             loss.backward(**kwargs)
         except BaseException:
@@ -480,7 +480,7 @@ class FusedAccumulator(Optimizer):
                 f"the window already holds its {self.accumulation_steps} micro-batches and could not be "
                 "closed (its gradient is not finite): discard() it"
             )
-        given = pending.given(weight, count)
+        given = self._given(weight, count)
         self._pending.check_step(given, self._weight_kind)
         self._sync_slots()
         closing = self._micro_step + 1 == self.accumulation_steps
@@ -494,9 +494,16 @@ class FusedAccumulator(Optimizer):
         if closing:
             self._close_window()
 
+    def _given(self, weight: Any, count: Any) -> pending.Weight | None:
+        """The weight, checked. A tensor beside the gradients on a GPU is not read: that would wait."""
+        device = self._outcome.device
+        tensors = [value for value in (weight, count) if isinstance(value, Tensor) and value.device == device]
+        on_device = bool(tensors) and not self._backend_on(device).synchronous
+        return pending.given(weight, count, on_device)
+
     def _pending_entries(
         self, given: pending.Weight | None, closing: bool
-    ) -> tuple[list[Entry], str | None, float]:
+    ) -> tuple[list[Entry], str | None, float | Tensor]:
         """(gradients in ``.grad``, kind of weight, items); changes nothing."""
         slots = self._roster.slots
         self._pending.check_arrived(slots)
@@ -513,7 +520,7 @@ class FusedAccumulator(Optimizer):
             self._pending.agree((kind, 1.0), self._weight_kind)
         self._watch_for_misuse(had_backward)
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
-        if items == 0.0:
+        if pending.selects_nothing(items):
             return [], kind, 0.0
         # After an error the window stays open, so what it keeps must be its own then, too.
         stays = not closing or self._options["nonfinite"] == "error"
@@ -529,7 +536,7 @@ class FusedAccumulator(Optimizer):
     def _may_keep(self) -> bool:
         return self._window.empty and (self._options["take"] == "step" or self.accumulation_steps == 1)
 
-    def _take(self, entries: list[Entry], kind: str | None, items: float, closing: bool) -> None:
+    def _take(self, entries: list[Entry], kind: str | None, items: float | Tensor, closing: bool) -> None:
         """Moves the pending micro-batch into the window."""
         entries = self._pending.taken + entries
         if entries:
@@ -541,11 +548,11 @@ class FusedAccumulator(Optimizer):
         self._pending.clear()
         if self._weight_kind is None:
             self._weight_kind = kind
-        self._window.total += items
+        self._window.count(items)
         self._micro_step += 1
 
     def _add(
-        self, entries: list[Entry], factor: float, *, keep: bool = False, partials: bool = False
+        self, entries: list[Entry], factor: float | Tensor, *, keep: bool = False, partials: bool = False
     ) -> None:
         backend = self._backend_on(entries[0][1].device)
         norm_type = self._options["norm_type"]
@@ -586,11 +593,14 @@ class FusedAccumulator(Optimizer):
         self._warned.add(key)
         warnings.warn(message, UserWarning, stacklevel=6)
 
-    def _divide_by(self, pending: float = 0.0) -> float:
-        """What the window's sum is divided by; ``pending`` is weight that was added but not closed."""
+    def _divide_by(self, unclosed: float | Tensor = 0.0) -> float | Tensor:
+        """What the window's sum is divided by; ``unclosed`` is weight that was added but not closed."""
         if self._options["reduction"] == "sum":
             return 1.0
-        return self._window.total + pending or 1.0
+        total = self._window.total
+        if isinstance(total, Tensor) or isinstance(unclosed, Tensor):
+            return total + unclosed if self._pending.added else total
+        return total + unclosed or 1.0
 
     # ---------------------------------------------------------------------------------------- window
 
@@ -602,7 +612,7 @@ class FusedAccumulator(Optimizer):
 
     def _finish_window(self) -> None:
         window, options, outcome = self._window, self._options, self._outcome
-        if window.empty or not window.total > 0.0:
+        if window.empty or pending.selects_nothing(window.total):
             outcome.nothing()
             self._end_window()
             return
@@ -614,7 +624,7 @@ class FusedAccumulator(Optimizer):
         skip_nonfinite = options["nonfinite"] != "propagate"
         divisor = self._divide_by()
         # What may be refused comes first: nothing is half done when it raises.
-        counters = self._rule.prepare(finished, options["max_value"], self._roster.norm_group_of)
+        counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
         norm_type = options["norm_type"]
         outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters)
         if options["nonfinite"] == "error" and bool(outcome.skip):
@@ -754,9 +764,9 @@ class FusedAccumulator(Optimizer):
             "accumulation_steps": self.accumulation_steps,
             "micro_step": self._micro_step,
             "weight_kind": self._weight_kind,
-            "total_weight": self._window.total,
+            "total_weight": float(self._window.total),
             "kept": kept,
-            "kept_weight": self._window.kept_weight,
+            "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
             "skipped": self._outcome.skipped.clone(),
         }

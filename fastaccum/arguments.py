@@ -67,11 +67,16 @@ def norm_type(value: Any) -> float:
     return float(value)
 
 
-def weight(value: Any, argument: str) -> float:
-    """A micro-batch's weight: finite, at least 0; a number or a 0-d tensor on the CPU."""
+def weight(value: Any, argument: str, on_device: bool = False) -> float | Tensor:
+    """A micro-batch's weight: finite, at least 0; a number or a tensor of one element.
+
+    With ``on_device`` a tensor stays one, float64 and 0-d: its value is not looked at.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"{argument} must be a number or a 0-d real tensor, got {value!r}")
+        if on_device:
+            return value.detach().to(torch.float64).view(())
         value = value.item()
     if not is_number(value):
         raise TypeError(

@@ -122,6 +122,11 @@ class Backend:
         scale: Tensor | None = None, skip_nonfinite: bool = True,
     ) -> None:  # fmt: skip
         """See :func:`fastaccum.ops.finish_`."""
+        if hyper is not None and self._launcher.capturing(self._device) and len(lrs) < len(hyper):
+            raise RuntimeError(
+                "a CUDA graph is being captured and a learning rate is a number, which replays would use for "
+                "ever: make lr a tensor on the parameters' device (torch's optimizers take one)"
+            )
         kept = self._finish.get(factor)
         if kept is None:
             kept = self._finish[factor] = _FinishTables()

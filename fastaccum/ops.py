@@ -194,7 +194,8 @@ def gather_(
 
     Per segment: ``buffer = (buffer if present else kept * kept_weight) + fresh * weight``, terms that
     are not there left out; ``present`` becomes 1. A product and a sum are rounded separately, so the
-    result is that of ``acc += weight * grad`` in eager mode, bit for bit.
+    result is that of ``acc += weight * grad`` in eager mode, bit for bit. A weight of 0 selects nothing:
+    the term is +0 whatever the gradient holds.
 
     Args:
         buffer: ``[numel]``, any of the four dtypes, contiguous; mutated.

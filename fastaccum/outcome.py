@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from fastaccum.updates import Counters
 from fastaccum.window import Window, largest
@@ -64,7 +65,7 @@ class Outcome:
         self,
         backend: SimpleNamespace,
         window: Window,
-        divisor: float,
+        divisor: float | Tensor,
         limits: Sequence[float],
         norm_type: float,
         skip_nonfinite: bool,
@@ -89,8 +90,7 @@ class Outcome:
             scale = largest(window.partials[0]) if window.partials.numel() else None
             window.has_partials = False
         window.sum_norm(backend, norm_type, scale)
-        self._total.fill_(window.total)
-        self._divisor.fill_(divisor / window.sum_weight)
+        total, divisor = window.total, divisor / window.sum_weight
         if limits != self._limits_key:
             self._limits_key = list(limits)
             self._limits = torch.tensor(self._limits_key, dtype=torch.float64)
@@ -103,8 +103,8 @@ class Outcome:
             window.partials,
             self._spans,
             self._limits,
-            self._total,
-            self._divisor,
+            total if isinstance(total, Tensor) else self._total.fill_(total),
+            divisor if isinstance(divisor, Tensor) else self._divisor.fill_(divisor),
             *(counters or _NO_COUNTERS),
             norm_type,
             scale,

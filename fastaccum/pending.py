@@ -22,21 +22,39 @@ from fastaccum.window import Entry
 # where what backward has just written is still warm, and large enough to hide a call's 20 us.
 BUCKET_BYTES = 4 << 20
 
-Weight = tuple[str, float]  # ("plain" | "weight" | "count", items)
+# ("plain" | "weight" | "count", items); on a GPU the items may be a tensor that the host does not read.
+Weight = tuple[str, float | Tensor]
 _WORDS = {"plain": "no weight", "weight": "weight=", "count": "count="}
 
 
-def given(weight: Any, count: Any) -> Weight | None:
-    """What the arguments of ``backward()`` or ``step()`` say, checked."""
+def given(weight: Any, count: Any, on_device: bool = False) -> Weight | None:
+    """What the arguments of ``backward()`` or ``step()`` say, checked; tensors stay ``on_device``."""
     if weight is not None and count is not None:
         raise ValueError(
             "give weight= (the loss is a mean over n items) or count= (it is a sum over n), not both"
         )
     if weight is not None:
-        return "weight", arguments.weight(weight, "weight")
+        return "weight", arguments.weight(weight, "weight", on_device)
     if count is not None:
-        return "count", arguments.weight(count, "count")
+        return "count", arguments.weight(count, "count", on_device)
     return None
+
+
+def _shown(weight: Weight) -> str:
+    value = "(on the device)" if isinstance(weight[1], Tensor) else f"{weight[1]:g}"
+    return f"{weight[0]}={value}"
+
+
+def _differ(a: Weight, b: Weight) -> bool:
+    """Whether two weights are known to differ; values on a device are not compared."""
+    if isinstance(a[1], Tensor) or isinstance(b[1], Tensor):
+        return a[0] != b[0]
+    return a != b
+
+
+def selects_nothing(items: float | Tensor) -> bool:
+    """A weight known to be 0; one on a device selects nothing there."""
+    return not isinstance(items, Tensor) and items == 0.0
 
 
 class Pending:
@@ -98,10 +116,10 @@ class Pending:
 
     def agree(self, weight: Weight, window_kind: str | None) -> None:
         """Raises ValueError if a weight does not go with the pending ones and the window's."""
-        if self.weight is not None and self.weight != weight:
+        if self.weight is not None and _differ(self.weight, weight):
             raise ValueError(
                 f"all backward calls of one micro-batch carry the same weight, counted once: got "
-                f"{weight[0]}={weight[1]:g} after {self.weight[0]}={self.weight[1]:g}"
+                f"{_shown(weight)} after {_shown(self.weight)}"
             )
         if window_kind not in (None, weight[0]):
             raise ValueError(
@@ -222,7 +240,7 @@ class Pending:
         if not self.taken:
             return
         kind, items = self.weight or ("plain", 1.0)
-        if items != 0.0:
+        if not selects_nothing(items):
             owner = self._owner()
             owner._add(self.taken, items if kind == "weight" else 1.0)
         self.added = True

@@ -127,7 +127,10 @@ def gather_(
     for tensors, index, by in ((kept, kept_index, kept_weight), (fresh, fresh_index, weight)):
         factor = _rounded(_value(by), opmath)
         for tensor, k in zip(tensors, index.tolist(), strict=False):
-            scaled = memory_order(tensor).to(opmath) * factor
+            # A weight of 0 selects nothing, where 0 * NaN would be NaN.
+            scaled = (
+                memory_order(tensor).to(opmath) * factor if factor else slot(k).new_zeros((), dtype=opmath)
+            )
             if k not in sums and present[k]:
                 sums[k] = slot(k).to(opmath)
             sums[k] = sums[k] + scaled if k in sums else scaled

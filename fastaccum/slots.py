@@ -98,6 +98,7 @@ class Plan:
         all_index: int64 ``[n]``: 0, 1, 2, …
         numbers: int64 ``[n]``: the slots' numbers.
         groups: int64 ``[n]``: the slots' parameter groups.
+        indices: what :meth:`index` has made lately.
     """
 
     dtype: torch.dtype
@@ -108,12 +109,18 @@ class Plan:
     all_index: Tensor
     numbers: Tensor
     groups: Tensor
+    indices: dict[tuple[int, ...], Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def index(self, positions: Sequence[int]) -> Tensor:
-        """Positions as an int64 tensor."""
+        """Positions as an int64 tensor, the same one for the same positions."""
         if len(positions) == len(self.slots):
             return self.all_index
-        return torch.tensor(positions, dtype=torch.int64)
+        key = tuple(positions)
+        if key not in self.indices:
+            if len(self.indices) >= 8:  # which parameters have gradients seldom takes more turns than that
+                self.indices.pop(next(iter(self.indices)))
+            self.indices[key] = torch.tensor(positions, dtype=torch.int64)
+        return self.indices[key]
 
 
 def accumulation_dtype(param_dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -54,6 +54,22 @@ class Ready(NamedTuple):
     row: Tensor
 
 
+class Numbers:
+    """Options that are tensors, read once per value: reading one on a GPU waits for it."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Tensor, int, float]] = {}
+
+    def of(self, value: Any) -> float:
+        """The option as a float."""
+        if not isinstance(value, Tensor):
+            return float(value)
+        known = self._read.get(id(value))
+        if known is None or known[0] is not value or known[1] != value._version:
+            known = self._read[id(value)] = (value, value._version, float(value))
+        return known[2]
+
+
 class FusedRule:
     """Updates parameters and state straight from the window's sums, in one pass.
 
@@ -70,6 +86,8 @@ class FusedRule:
         self.scalars = torch.zeros(0, ops.SCALAR_COLUMNS, dtype=torch.float64)
         self._lrs: list[Tensor] = []  # learning rates that are tensors on a device
         self._lr_groups = torch.zeros(0, dtype=torch.int64)
+        self._lr_of: list[int] = []  # the same as numbers
+        self._numbers = Numbers()
         self._seen: list[list[Tensor]] = []
         self._ready: list[Ready] = []
         self._made: list[Tensor] = []  # parameters whose state prepare() has made
@@ -99,13 +117,27 @@ class FusedRule:
         """Creates the state of parameters without a step, as if they were about to be updated."""
         self._states(slots)
 
+    def _find_lr_tensors(self, synchronous: bool) -> None:
+        """Notes the groups whose learning rate lies beside the parameters on a device that must not wait."""
+        if synchronous:
+            return
+        device = self.steps.device
+        lrs = [(i, g["lr"]) for i, g in enumerate(self.optimizer.param_groups) if isinstance(g["lr"], Tensor)]
+        lrs = [(i, lr) for i, lr in lrs if lr.device == device]
+        if [i for i, _ in lrs] != self._lr_of:
+            self._lr_of = [i for i, _ in lrs]
+            self._lr_groups = torch.tensor(self._lr_of, dtype=torch.int64)
+        self._lrs = [lr.detach() for _, lr in lrs]
+
     def hyper(self, max_value: float | None, norm_group_of: Sequence[int]) -> Tensor:
         """The table of the groups' options, made again only when one of them changed."""
         limit = math.inf if max_value is None else max_value
         key = []
         for i, (group, norm_group) in enumerate(zip(self.optimizer.param_groups, norm_group_of, strict=True)):
             try:
-                row = tuple(map(float, self._row(group)))
+                # A learning rate on the device is read there.
+                shown = {**group, "lr": 0.0} if i in self._lr_of else group
+                row = tuple(map(float, self._row(shown)))
             except (KeyError, TypeError, ValueError) as error:
                 options = {name: value for name, value in group.items() if name != "params"}
                 raise ValueError(
@@ -118,12 +150,25 @@ class FusedRule:
             self._hyper_key = key
         return self._hyper
 
-    def prepare(self, finished: Finished, max_value: float | None, norm_group_of: Sequence[int]) -> Counters:
+    def prepare(
+        self,
+        backend: SimpleNamespace,
+        finished: Finished,
+        max_value: float | None,
+        norm_group_of: Sequence[int],
+    ) -> Counters:
         """Gathers what an update needs, and refuses what cannot be updated before anything changes.
+
+        Args:
+            backend: of the update; only a ``synchronous`` one's tensors are read here.
+            finished: the window.
+            max_value: clamp of the finished gradient, or None.
+            norm_group_of: norm group of each parameter group.
 
         Returns:
             what ``finish_`` needs to count the steps.
         """
+        self._find_lr_tensors(backend.synchronous)
         hyper = self.hyper(max_value, norm_group_of)
         self._ready = []
         state = self.optimizer.state
@@ -214,8 +259,17 @@ class AdamRule(FusedRule):
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
         flags = DECOUPLED * bool(group.get("decoupled_weight_decay")) + AMSGRAD * bool(group["amsgrad"])
         flags += MAXIMIZE * bool(group["maximize"])
-        beta1, beta2 = map(float, group["betas"])
-        return (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0.0, 0.0, float(flags))
+        beta1, beta2 = map(self._numbers.of, group["betas"])
+        return (
+            self._numbers.of(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            0.0,
+            0.0,
+            float(flags),
+        )
 
     def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
         state, groups = self.optimizer.state, self.optimizer.param_groups
@@ -241,7 +295,8 @@ class AdamRule(FusedRule):
         if "exp_avg" not in entry:
             entry["exp_avg"] = slot.empty().zero_()
             entry["exp_avg_sq"] = slot.empty().zero_()
-        view.fill_(float(entry.get("step", 0.0)))
+        step = entry.get("step", 0.0)
+        view.copy_(step) if isinstance(step, Tensor) else view.fill_(float(step))
         # Order of keys as stock makes them.
         rest = {key: value for key, value in entry.items() if key != "step"}
         entry.clear()
@@ -275,7 +330,7 @@ class SgdRule(FusedRule):
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
         flags = MAXIMIZE * bool(group["maximize"]) + NESTEROV * bool(group["nesterov"])
         decay, momentum, dampening = group["weight_decay"], group["momentum"], group["dampening"]
-        return (float(group["lr"]), 0.0, 0.0, 0.0, decay, momentum, dampening, float(flags))
+        return (self._numbers.of(group["lr"]), 0.0, 0.0, 0.0, decay, momentum, dampening, float(flags))
 
     def _states(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
         state, groups = self.optimizer.state, self.optimizer.param_groups
@@ -325,7 +380,13 @@ class GenericRule:
         """Creates state by a step on the gradients in ``.grad`` (zeros, with lr 0)."""
         original_step(self.optimizer)()
 
-    def prepare(self, finished: Finished, max_value: float | None, norm_group_of: Sequence[int]) -> None:
+    def prepare(
+        self,
+        backend: SimpleNamespace,
+        finished: Finished,
+        max_value: float | None,
+        norm_group_of: Sequence[int],
+    ) -> None:
         """Remembers the window; the inner optimizer counts its own steps."""
         self._ready = (finished, math.inf if max_value is None else max_value, norm_group_of)
 

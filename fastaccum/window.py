@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastaccum.slots import Plan, Slot
+from fastaccum.tables import host
 
 Entry = tuple[Slot, Tensor]  # a gradient in its slot's memory order
 # Per plan: (plan, places in it, sums in memory order, the places as a tensor).
@@ -50,8 +51,9 @@ class Window:
         self.buffers: list[FlatBuffer] = []
         self.kept: dict[int, Tensor] = {}  # slot number -> gradient
         self._kept_tables: list[tuple[list[Tensor], Tensor]] | None = None  # the same, by plan
-        self.kept_weight = 1.0
-        self.total = 0.0
+        self.kept_weight: float | Tensor = 1.0
+        self.total: float | Tensor = 0.0
+        self._device_total: Tensor | None = None  # memory for a total that the host does not know
         self.has_partials = False  # the last add has summed the norm
         self._in_buffers = False  # some buffer's `present` has a 1
         # Factors of an add, on the host: they travel by value.
@@ -98,7 +100,8 @@ class Window:
         return [
             (buffer.plan.slots[k], buffer.views[k])
             for buffer in self.buffers
-            for k in buffer.present.nonzero().flatten().tolist()
+            for k, here in enumerate(host(buffer.present))
+            if here
         ]
 
     # ------------------------------------------------------------------------------------ adding
@@ -112,7 +115,7 @@ class Window:
         self,
         backend: SimpleNamespace,
         entries: Sequence[Entry],
-        weight: float,
+        weight: float | Tensor,
         *,
         keep: bool,
         partials: bool,
@@ -139,8 +142,8 @@ class Window:
             return
         if not self.buffers:
             self._allocate(entries[0][1].device if entries else next(iter(self.kept.values())).device)
-        factor = None if weight == 1.0 else self._weight.fill_(weight)
-        kept_factor = None if self.kept_weight == 1.0 else self._kept_weight.fill_(self.kept_weight)
+        factor = _factor(weight, self._weight)
+        kept_factor = _factor(self.kept_weight, self._kept_weight)
         fresh = self._by_plan(entries)
         kept = self._kept_by_plan()
         for i, (plan, buffer) in enumerate(zip(self.plans, self.buffers, strict=True)):
@@ -193,10 +196,10 @@ class Window:
             for plan, (grads, index) in zip(self.plans, self._kept_by_plan(), strict=True):
                 if grads:
                     whole = len(grads) == len(plan.slots)
-                    result.append((plan, range(len(grads)) if whole else index.tolist(), grads, index))
+                    result.append((plan, range(len(grads)) if whole else host(index), grads, index))
             return result
         for buffer in self.buffers if self._in_buffers else ():
-            places = [k for k, here in enumerate(buffer.present.tolist()) if here]
+            places = [k for k, here in enumerate(host(buffer.present)) if here]
             if places:
                 grads = (
                     buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
@@ -214,12 +217,23 @@ class Window:
             backend.norm_(self._partials(plan), plan.segments, grads, index, norm_type, scale)
         self.has_partials = True
 
+    def count(self, items: float | Tensor) -> None:
+        """Adds to the total weight; on the device once a weight is there."""
+        if not isinstance(items, Tensor) and not isinstance(self.total, Tensor):
+            self.total += items
+            return
+        if not isinstance(self.total, Tensor):
+            if self._device_total is None:
+                self._device_total = torch.zeros_like(items)  # type: ignore[arg-type]
+            self.total = self._device_total.fill_(self.total)
+        self.total.add_(items)
+
     @property
-    def sum_weight(self) -> float:
+    def sum_weight(self) -> float | Tensor:
         """The factor that the sums still lack: kept gradients were not multiplied by their weight."""
         return self.kept_weight if self.kept else 1.0
 
-    def gradient(self, slot: Slot, divisor: float) -> Tensor | None:
+    def gradient(self, slot: Slot, divisor: float | Tensor) -> Tensor | None:
         """A copy of one slot's gradient, averaged, in the parameter's shape."""
         plan, k = self.position[slot.number]
         if slot.number in self.kept:
@@ -276,6 +290,13 @@ def largest(maxima: Tensor) -> Tensor:
     """What to divide by before taking powers; 1 where an inf would make inf / inf of itself."""
     scale = maxima.max()
     return torch.where(scale == math.inf, torch.ones_like(scale), scale)
+
+
+def _factor(weight: float | Tensor, memory: Tensor) -> Tensor | None:
+    """A weight as the ops take it: None for 1, else float64, on the host unless it lies on the device."""
+    if isinstance(weight, Tensor):
+        return weight
+    return None if weight == 1.0 else memory.fill_(weight)
 
 
 def _scalar(value: float) -> Tensor:

@@ -605,6 +605,7 @@ GATHER = (
     Variant("add"),
     Variant("add, weight 0.3", {"weight": 0.3}),
     Variant("add, no norm", {"weight": 0.3, "partials": False}),
+    Variant("weights 0 select nothing", {"states": "aokb", "weight": 0.0, "kept_weight": 0.0}),
     Variant("overwrite", {"states": "o"}),
     Variant("overwrite, weight 0.3, 1-norm", {"states": "o", "weight": 0.3, "norm_type": 1.0}),
     Variant("kept only", {"states": "k", "kept_weight": 0.7}),

@@ -18,6 +18,33 @@ def levels() -> tuple[str, ...]:
     return tuple(module.isa_available().split()) if module is not None else ()
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--emulated",
+        action="store_true",
+        help="let the emulated CUDA kernels stand in for the native CPU ones, and forbid host reads",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _emulated(request, monkeypatch):
+    """With --emulated: the accumulator's native backend is the CUDA kernels, run on the CPU."""
+    if not request.config.getoption("--emulated"):
+        return
+    if request.node.get_closest_marker("frames"):
+        pytest.skip("counts the frames of the call stack, to which --emulated adds")
+    from tests import emulated, no_sync
+
+    original = backends.load
+    made = emulated.backend()
+
+    def load(name: str, device: torch.device = backends.CPU):
+        return made if name == "native" and device.type == "cpu" else original(name, device)
+
+    monkeypatch.setattr(backends, "load", load)
+    no_sync.watch(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     """Seeds torch; puts back the threads and the instruction level that a test changed."""

@@ -179,6 +179,7 @@ def test_zero_grad_drops_the_pending_micro_batch_only(set_to_none):
     assert p.item() == -2.0
 
 
+@pytest.mark.frames
 @each_take
 def test_y01_a_loop_with_its_own_count_is_warned_once(take):
     p = parameter(0.0)

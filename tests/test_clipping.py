@@ -188,6 +188,7 @@ def test_clip_grad_norm_of_the_wrapper_clips_the_next_window_only(take):
         fastaccum.clip_grad_norm_(optimizer, -1.0)
 
 
+@pytest.mark.frames
 def test_a_foreign_clip_of_a_pending_gradient_is_warned_once():
     p = parameter(0.0, 0.0)
     optimizer = FusedAccumulator(SGD([p], lr=1.0), 2)

@@ -119,3 +119,22 @@ def test_import_is_light():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+# Files on the way of step(), flush() and the hooks, and where a host read may stand in them.
+ON_THE_WAY = "accumulator arrivals gpu launchers outcome pending roster slots tables updates window".split()
+HOST_READS = {("tables", "host"), ("tables", "bits")}  # numbers that live on the CPU
+
+
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_nothing_reads_a_device(name):
+    found = set()
+    for function in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text())):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found |= {
+                (name, function.name)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute)
+                and node.attr in ("item", "tolist", "numpy", "cpu", "nonzero")
+            }
+    assert not found - HOST_READS, f"{found - HOST_READS} may make a GPU wait: leave the value on the device"

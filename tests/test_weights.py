@@ -63,7 +63,9 @@ def test_n01_micro_batches_count_by_their_items(take, backend, how, tensor):
         assert optimizer.updated
         if expected is None:
             assert not optimizer.stepped and optimizer.norm.item() == 0.0
-            assert w.item() == 1.0 and not optimizer.state[w] and optimizer.skipped.item() == 0
+            assert w.item() == 1.0 and optimizer.skipped.item() == 0
+            # Where the device decides, state is made before: zeros, as if there were none.
+            assert not any(bool(value.any()) for value in optimizer.state[w].values())
         else:
             assert optimizer.stepped and optimizer.norm.item() == pytest.approx(expected)
             assert optimizer.state[w]["exp_avg"].item() == pytest.approx(expected * 0.1)

@@ -398,21 +398,21 @@ inline void gather_chunks(const GatherArgs& args, std::int64_t begin, std::int64
       if (acc == acc_scratch) open_strand<real>(target, args.buffer_dtype, acc_scratch, n);
       if (fresh != nullptr) {
 #pragma GCC ivdep
-        for (int i = 0; i < n; ++i) acc[i] = acc[i] + fresh[i] * weight;
+        for (int i = 0; i < n; ++i) acc[i] = acc[i] + weighted(fresh[i], weight);
       }
     } else if (s.kept != nullptr) {
       const real* kept =
           read_strand<real>(element(s.kept, s.kept_dtype, from), s.kept_dtype, kept_scratch, n);
       if (fresh != nullptr) {
 #pragma GCC ivdep
-        for (int i = 0; i < n; ++i) acc[i] = kept[i] * kept_weight + fresh[i] * weight;
+        for (int i = 0; i < n; ++i) acc[i] = weighted(kept[i], kept_weight) + weighted(fresh[i], weight);
       } else {
 #pragma GCC ivdep
-        for (int i = 0; i < n; ++i) acc[i] = kept[i] * kept_weight;
+        for (int i = 0; i < n; ++i) acc[i] = weighted(kept[i], kept_weight);
       }
     } else if (fresh != nullptr) {
 #pragma GCC ivdep
-      for (int i = 0; i < n; ++i) acc[i] = fresh[i] * weight;
+      for (int i = 0; i < n; ++i) acc[i] = weighted(fresh[i], weight);
     } else {
       return;  // no gradient in this window: whatever the buffer holds does not count
     }
