@@ -30,7 +30,7 @@ FASTACCUM_DEVICE constexpr bool compiled() {
   return true;
 #endif
 }
-constexpr int threads(int vector) { return kStrandsPerChunk * kLanes / vector; }
+FASTACCUM_HOST_DEVICE constexpr int threads(int vector) { return kStrandsPerChunk * kLanes / vector; }
 
 //---------------------------------------------------------------------------------------- by value
 
@@ -83,8 +83,9 @@ FASTACCUM_DEVICE Hypers group_of(const Table& words, std::int64_t group) {
   if (lr != 0) {
     const auto at = lr & kAddressMask;
     const bool wide = ((lr >> kTagShift) & kDTypeMask) == static_cast<Entry>(DType::kFloat64) + 1;
+    // The cache hint also says that this is global memory.
     row[kLr] =
-        wide ? *global(reinterpret_cast<const double*>(at)) : *global(reinterpret_cast<const float*>(at));
+        wide ? __ldcs(reinterpret_cast<const double*>(at)) : __ldcs(reinterpret_cast<const float*>(at));
   }
   return hypers_of(row);
 }

@@ -204,6 +204,8 @@ class Backend:
         copies: Sequence[Tensor], grads: Sequence[Tensor], segments: Tensor, index: Tensor, group: Tensor,
         row: Tensor, hyper: Tensor, scalars: Tensor, factor: Tensor, skip: Tensor,
     ) -> None:  # fmt: skip
+        if not params:
+            return
         layout = self._layout(segments)
         meta = [g | k << 32 for g, k in zip(host(group), host(row), strict=False)][: len(params)]
         rows = [

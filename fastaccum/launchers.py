@@ -270,20 +270,23 @@ class TritonLauncher:
         rows = [] if counters.groups is None else counters.groups.rows
         words = bits([value for row in rows for value in row])
         hyper = self._put(tables, "hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
-        for group, lr in counters.lrs:
-            hyper[group, 0].copy_(lr.view(()))
+        lrs = None
+        if counters.lrs:
+            at = dict(zip([g for g, _ in counters.lrs], entries([lr for _, lr in counters.lrs]), strict=True))
+            lrs = self._put(tables, "lrs", [at.get(g, 0) for g in range(len(rows))])
         self._kernels.launch_finish(
             *out, counters.spans, self._put(tables, "limits", bits(counters.limits)).view(torch.float64),
             self._scalar(weight, tables, "total"), self._scalar(divisor, tables, "divisor"),
             self._put(tables, "active", counters.active), counters.group, hyper, norm_type, scale,
             skip_nonfinite,
+            lrs=lrs,
         )  # fmt: skip
 
     def scale(self, layout: DeviceLayout, table: Pointers, factor: Tensor, max_value: float) -> None:
         """See Launcher."""
         n = layout.n
         self._kernels.launch_scale(
-            layout.strand_segment, layout.segments, table.table, factor, max_value,
+            layout.strand_segment, layout.segments, table.table.view(3, n), factor, max_value,
             **self._options("scale", (table.words[:n], table.words[n : 2 * n])),
         )  # fmt: skip
 
@@ -297,6 +300,7 @@ class TritonLauncher:
         words = bits([value for row in groups.rows for value in row])
         hyper = self._put(groups.tables, "hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
         getattr(self._kernels, f"launch_{op}")(
-            layout.strand_segment, layout.segments, table.table, grads.table, hyper, scalars, factor, skip,
+            layout.strand_segment, layout.segments, table.table.view(6, n), grads.table, hyper, scalars, factor,
+            skip,
             **self._options(op, (*rows, grads.words)),
         )  # fmt: skip

@@ -40,6 +40,12 @@ _TABLES = ["partials", "strand_segment", "segments", "fresh", "kept", "weight", 
 
 
 @triton.jit
+def _weighted(gradient, weight):
+    """The product; a weight of 0 selects nothing, where 0 * NaN would be NaN."""
+    return tl.where(weight == 0, 0.0, gradient * weight).to(gradient.dtype)
+
+
+@triton.jit
 def _row(
     at, mask, buffer, strand, new, old, has_new, has_old, has_kept, read, written, by, kept_by,
     sums, bad,
@@ -50,10 +56,10 @@ def _row(
     place = buffer + (strand * STRAND)[:, None] + at
     total = widen(tl.load(place, mask=mask & read, other=0), BUFFER, REAL)
     if KEPT:
-        first = load_entry(old, at, mask, KEPT, REAL, ALIGNED) * kept_by
+        first = _weighted(load_entry(old, at, mask, KEPT, REAL, ALIGNED), kept_by)
         total = tl.where(has_kept, first, total)
     if FRESH:
-        scaled = load_entry(new, at, mask, FRESH, REAL, ALIGNED) * by
+        scaled = _weighted(load_entry(new, at, mask, FRESH, REAL, ALIGNED), by)
         total = tl.where(has_new, tl.where(has_old, total + scaled, scaled), total)
     stored = narrow(total, BUFFER)
     tl.store(place, stored, mask=mask & written)
