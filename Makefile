@@ -3,7 +3,10 @@
 #   make demo [ARGS=--quick]     two trainings, with the plain loop and with FusedAccumulator
 #   make test [ARGS=...]         the whole test suite
 #   make test-quick              its quick part, under a minute
+#   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
+#   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
 #   make bench [ARGS=...]        the benchmarks
+#   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make lint                    ruff and clang-format
 #   make sanitize                the native tests under address and undefined-behaviour sanitizers
 #   make env | clean             only the set-up | remove all that make has made
@@ -20,10 +23,10 @@ KEY := $(shell printf '%s' '$(TORCH) $(PYTHON)' | cksum | cut -d ' ' -f 1)
 TORCH_STAMP := .venv/.torch-$(KEY)
 STAMP := .venv/.installed-$(KEY)
 LINT_STAMP := .venv/.lint
-NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick bench lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton bench static-proof lint sanitize clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -37,8 +40,34 @@ test: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m quick $(ARGS)
 
+# What drives the wrapper; the ops themselves have their own tests on every backend.
+ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz groups hooks parameters state \
+  stock take_backward training weights
+test-emulated: $(STAMP)
+	$(BIN)/python -m pytest -q --emulated $(ON_ANY_BACKEND:%=tests/test_%.py) $(ARGS)
+
+# A version of Triton beside the packages of .venv.
+TRITON ?= 3.9.0
+TRITON_ENV := .venv/triton-$(TRITON)
+TRITON_STAMP := $(TRITON_ENV)/.installed-$(KEY)
+test-triton: $(TRITON_STAMP)
+	TRITON_INTERPRET=1 $(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_backend.py \
+	  tests/test_triton_kernels.py $(ARGS)
+	$(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_compile.py $(ARGS)
+
+$(TRITON_STAMP): $(STAMP)
+	$(BIN)/python -m venv --without-pip $(TRITON_ENV)
+	$(BIN)/python -c "import sysconfig as s; p = s.get_path('purelib'); \
+	  open(p.replace('.venv', '$(TRITON_ENV)', 1) + '/base.pth', 'w').write( \
+	  f'import site; site.addsitedir({p!r})\n')"
+	$(PIP) --python $(TRITON_ENV)/bin/python install --no-deps triton==$(TRITON)
+	touch $@
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+static-proof: $(STAMP)
+	$(BIN)/python -m benchmarks.static_proof $(ARGS)
 
 lint: $(LINT_STAMP)
 	$(BIN)/ruff check .
@@ -72,7 +101,7 @@ $(TORCH_STAMP): .venv/pyvenv.cfg
 	touch $@
 
 $(STAMP): $(TORCH_STAMP) setup.py pyproject.toml $(wildcard requirements/*.txt) $(NATIVE_SOURCES)
-	$(PIP) install $(foreach part,build test demo bench,-r requirements/$(part).txt)
+	$(PIP) install $(foreach part,build test demo bench cuda,-r requirements/$(part).txt)
 	$(PIP) install --no-build-isolation --no-deps --editable .
 	touch $@
 

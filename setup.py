@@ -5,7 +5,10 @@ Two shared libraries go into the package:
     libfastaccum_core.so   csrc/cpu/*.cpp: no torch, no Python. On x86-64 kernels.cpp is compiled
                            once per instruction level and the level is chosen at run time.
     _C.<abi>.so            csrc/binding.cpp (torch's stable ABI: one build serves torch >= 2.11)
-                           and csrc/module.cpp (pybind11: build facts)
+                           and csrc/module.cpp (pybind11: build facts); with a CUDA toolkit also
+                           csrc/*.cu (no torch) and csrc/binding_gpu.cpp. CUDA's run time is
+                           linked statically: the library loads where there is neither GPU nor
+                           CUDA, and the CPU build of torch will do for building it.
 
 This file never imports torch, so that an sdist and the metadata need nothing: torch's headers
 are looked up in the target interpreter's site-packages, which pip's build isolation hides from
@@ -13,13 +16,22 @@ sys.path only. Switches (environment variables):
 
     FASTACCUM_NATIVE     auto: build, or a pure Python package where there is no C++ compiler
                          (default) · 1: build or fail · 0: pure Python package
-    FASTACCUM_SANITIZE   e.g. address,undefined: instrument both libraries
+    FASTACCUM_CUDA       auto: build the GPU kernels if a usable toolkit is found, else leave them
+                         out and keep the reason for `doctor` (default) · 1: build or fail · 0: no
+    CUDA_HOME            the toolkit. If it is not set: nvcc on PATH, then that of PyPI's packages
+                         (requirements/cuda.txt) in site-packages. CUDA >= 13.0 (12.8 with
+                         FASTACCUM_CUDA=1), and of the same major version as torch's if torch is
+                         a CUDA build
+    FASTACCUM_CUDA_ARCHS the GPUs to compile for, else TORCH_CUDA_ARCH_LIST, else
+                         "8.0;9.0;10.0+PTX"; the PTX serves newer ones
+    FASTACCUM_SANITIZE   e.g. address,undefined: instrument both libraries, without GPU kernels
     FASTACCUM_WERROR=1   warnings are errors
-    DEBUG=1              -O1 -g
+    DEBUG=1              -O1 -g, and the kernels check their tables
     CXX                  the compiler, by default the first of g++, c++, clang++
     MAX_JOBS             compilations at a time, by default one per core
 """
 
+import json
 import os
 import platform
 import re
@@ -29,7 +41,10 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -41,6 +56,10 @@ OLDEST_TORCH = (2, 11)
 CORE = "libfastaccum_core.so"
 BINDING = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 NOTE = "_build_note.txt"  # in a package without native code: the reason, shown by `doctor`
+OLDEST_CUDA = (12, 8)  # the first that knows compute capability 10.0
+TRIED_CUDA = (13, 0)  # the oldest that has been tried; an older one is taken only if asked for
+OLDEST_ARCH = (8, 0)
+ARCHS = "8.0;9.0;10.0+PTX"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"baseline": []}
 if X86:
@@ -64,11 +83,17 @@ def find_compiler():
     return None
 
 
+def switch(name):
+    """Returns a switch's value: auto, 0 or 1."""
+    mode = os.environ.get(name) or "auto"
+    if mode not in ("auto", "0", "1"):
+        raise BuildError(f"{name} must be auto, 0 or 1, not {mode!r}")
+    return mode
+
+
 def why_pure():
     """Returns the reason for building a package without native code, or None."""
-    mode = os.environ.get("FASTACCUM_NATIVE", "auto")
-    if mode not in ("auto", "0", "1"):
-        raise BuildError(f"FASTACCUM_NATIVE must be auto, 0 or 1, not {mode!r}")
+    mode = switch("FASTACCUM_NATIVE")
     if mode == "0":
         return "built with FASTACCUM_NATIVE=0"
     if mode == "auto" and sys.platform != "linux":
@@ -79,13 +104,18 @@ def why_pure():
     return None
 
 
-def find_torch():
-    """Returns (torch's folder, its version) in the target interpreter; raises if unusable."""
+def package_folders():
+    """Returns where the target interpreter's packages may lie."""
     paths = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     paths += site.getsitepackages()
     if site.ENABLE_USER_SITE:
         paths.append(site.getusersitepackages())
-    folders = list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+
+
+def find_torch():
+    """Returns (torch's folder, its version) in the target interpreter; raises if unusable."""
+    folders = package_folders()
     for folder in folders:
         torch = Path(folder, "torch")
         if not (torch / "include/torch/csrc/stable").is_dir():
@@ -113,6 +143,151 @@ def find_tool(module):
         ) from error
 
 
+class CudaError(Exception):
+    """A reason for building without GPU kernels."""
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit that can be used."""
+
+    nvcc: str
+    version: str
+    include: str
+    cudart: str  # the static run-time library
+    targets: tuple[str, ...]  # nvcc's -gencode options
+    archs: str  # the same in words
+
+
+def cuda_archs():
+    """Returns [(major, minor, suffix, with PTX)] of the wanted GPUs."""
+    for name in ("FASTACCUM_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
+        if os.environ.get(name):
+            words = os.environ[name]
+            break
+    else:
+        name, words = "the default", ARCHS
+    own = name == "FASTACCUM_CUDA_ARCHS"
+    archs = []
+    for word in re.split(r"[;,\s]+", words.strip("; ,")):
+        match = re.fullmatch(r"(\d+)[.](\d)([af]?)([+]PTX)?", word)
+        if not match:
+            problem = f"{name}={words!r}: {word!r} is not of the form 9.0 or 9.0+PTX"
+            raise BuildError(problem) if own else CudaError(problem)
+        arch = (int(match[1]), int(match[2]), match[3], bool(match[4]))
+        if arch[:2] >= OLDEST_ARCH:
+            archs.append(arch)
+        elif own:  # torch's list is for everything that is built there, and may name older ones
+            raise BuildError(f"{name}={words!r}: GPUs older than 8.0 are not supported")
+    if not archs:
+        raise CudaError(f"{name}={words!r} holds nothing from 8.0 on")
+    return sorted(set(archs))
+
+
+def nvcc_output(nvcc, *arguments):
+    """Runs nvcc; returns what it prints."""
+    try:
+        done = subprocess.run(
+            [nvcc, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CudaError(f"it does not run: {error}") from error
+    if done.returncode:
+        shown = " ".join(done.stdout.split())[-300:]
+        raise CudaError(f"it fails with status {done.returncode}: {shown}")
+    return done.stdout
+
+
+def inspect_toolkit(nvcc, torch):
+    """Returns the Toolkit of an nvcc, which has compiled something; raises CudaError."""
+    match = re.search(r"release (\d+)[.](\d+), V([\d.]+)", nvcc_output(nvcc, "--version"))
+    if not match:
+        raise CudaError("it does not tell its version")
+    if (int(match[1]), int(match[2])) < OLDEST_CUDA:
+        raise CudaError(f"it is CUDA {match[3]}, CUDA >= {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} is needed")
+    if (int(match[1]), int(match[2])) < TRIED_CUDA and switch("FASTACCUM_CUDA") != "1":
+        raise CudaError(
+            f"it is CUDA {match[3]}, which has not been tried: FASTACCUM_CUDA=1 builds with it"
+        )
+    cuda = re.search(r"^cuda\b.*= '(\d+)([^']*)'", (torch / "version.py").read_text(), re.MULTILINE)
+    if cuda and cuda[1] != match[1]:
+        raise CudaError(f"it is CUDA {match[3]}, torch was built with CUDA {cuda[1]}{cuda[2]}")
+    known = set(nvcc_output(nvcc, "--list-gpu-code").split())
+    targets, words = [], []
+    for major, minor, suffix, with_ptx in cuda_archs():
+        name = f"{major}{minor}{suffix}"
+        if f"sm_{name}" not in known:
+            raise CudaError(f"it does not know the GPU {major}.{minor}{suffix}")
+        codes = [f"sm_{name}"] + [f"compute_{name}"] * with_ptx
+        targets += [f"-gencode=arch=compute_{name},code={code}" for code in codes]
+        words.append(f"{major}.{minor}{suffix}" + "+PTX" * with_ptx)
+    # nvcc on PATH may be a link or a script, and toolkits lay their files out in several ways: its own
+    # search paths are the truth.
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cu")
+        source.write_text("#include <cuda_runtime.h>\n__global__ void probe(int* p) { *p = 1; }\n")
+        told = nvcc_output(nvcc, "--dryrun", "-c", str(source), "-o", f"{source}.o")
+        nvcc_output(nvcc, *nvcc_flags(), targets[0], "-c", str(source), "-o", f"{source}.o")
+
+    def search(kind, option, file):
+        line = re.search(rf"^#[$] {kind}=(.*)$", told, re.MULTILINE)
+        paths = [word[2:] for word in shlex.split(line[1] if line else "") if word.startswith(option)]
+        top = re.search(r"^#[$] TOP=(.*)$", told, re.MULTILINE)
+        if top:
+            paths += [f"{top[1].strip()}/{part}" for part in ("include", "lib64", "lib")]
+        for path in paths:
+            if Path(path, file).is_file():
+                return os.path.realpath(path)
+        raise CudaError(f"it comes without {file} (searched {', '.join(paths) or 'nothing'})")
+
+    include = search("INCLUDES", "-I", "cuda_runtime.h")
+    cudart = search("LIBRARIES", "-L", "libcudart_static.a") + "/libcudart_static.a"
+    return Toolkit(nvcc, match[3], include, cudart, tuple(targets), ";".join(words))
+
+
+def find_toolkit(torch):
+    """Returns (the Toolkit or None, the reason if it is None); raises if FASTACCUM_CUDA=1 cannot be met."""
+    mode = switch("FASTACCUM_CUDA")
+    if mode == "0":
+        return None, "built with FASTACCUM_CUDA=0"
+    if os.environ.get("FASTACCUM_SANITIZE"):
+        return None, "sanitizer builds leave the GPU kernels out"
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        candidates = [os.path.join(home, "bin", "nvcc")]
+    else:
+        candidates = [shutil.which("nvcc")]
+        for folder in package_folders():
+            candidates += sorted(map(str, Path(folder).glob("nvidia/cu*/bin/nvcc")), reverse=True)
+    reasons = []
+    for nvcc in filter(None, candidates):
+        try:
+            return inspect_toolkit(nvcc, torch), ""
+        except CudaError as error:
+            reasons.append(f"{nvcc}: {error}")
+    reason = "; ".join(reasons) or (
+        "no CUDA toolkit was found when the package was built (CUDA_HOME is not set, no nvcc on PATH or "
+        "in site-packages/nvidia)"
+    )
+    if mode == "1":
+        raise BuildError(f"FASTACCUM_CUDA=1, but {reason}")
+    print(f"fastaccum: building WITHOUT GPU kernels: {reason}", flush=True)
+    return None, reason
+
+
+def nvcc_flags():
+    """Returns the flags of every .cu file, as strict as the CPU's."""
+    level, debug = ("-O1", ["-g", "-lineinfo", "-DFASTACCUM_DEBUG"]) if variant()[1] else ("-O3", [])
+    # Host and device: no fused multiply-add that is not written as one.
+    flags = ["-std=c++20", "-fmad=false", level, *debug]
+    flags.append("-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall")
+    compiler = find_compiler()
+    if len(compiler) == 1 and not os.environ.get("NVCC_CCBIN"):  # not e.g. `ccache g++`
+        flags.append(f"-ccbin={shutil.which(compiler[0])}")
+    if os.environ.get("FASTACCUM_WERROR") == "1":
+        flags += ["-Werror=all-warnings", "-Xcompiler=-Werror"]
+    return flags
+
+
 def variant():
     """Returns the flags that a debug or sanitizer build adds, and a name for its folder."""
     sanitize = os.environ.get("FASTACCUM_SANITIZE", "")
@@ -120,7 +295,7 @@ def variant():
         flags = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
         return ["-O1", "-g", *flags], "-" + sanitize.replace(",", "-")
     if os.environ.get("DEBUG") == "1":
-        return ["-O1", "-g"], "-debug"
+        return ["-O1", "-g", "-DFASTACCUM_DEBUG"], "-debug"
     return ["-O3"], ""
 
 
@@ -144,8 +319,8 @@ def core_sources():
             yield source, f"core/{source.stem}{suffix}.o", [*common, *name, *flags]
 
 
-def binding_sources(torch, torch_version):
-    """Yields (source, object, flags) of the Python extension."""
+def binding_sources(torch, torch_version, toolkit, no_cuda):
+    """Yields (source, object, flags) of the Python extension's C++ files."""
     # -isystem: no warnings from foreign headers, and no dependency files on them either, so
     # the versions are part of the command: another torch recompiles.
     headers = [f"-isystem{torch / 'include'}"]
@@ -153,21 +328,28 @@ def binding_sources(torch, torch_version):
     stable = [f"-DTORCH_TARGET_VERSION=0x{target:016x}ULL"]
     stable.append(f"-DFASTACCUM_TORCH_VERSION={torch_version}")
     yield ROOT / "csrc/binding.cpp", "binding.o", [*headers, *stable]
+    if toolkit and (ROOT / "csrc/binding_gpu.cpp").exists():
+        cuda = [f"-isystem{toolkit.include}", f"-DFASTACCUM_WITH_CUDA={toolkit.version}"]
+        yield ROOT / "csrc/binding_gpu.cpp", "binding_gpu.o", [*headers, *stable, *cuda]
     facts = {
         "TORCH_VERSION": torch_version,
         "TORCH_TARGET": ".".join(map(str, OLDEST_TORCH)),
         "LEVELS": ",".join(LEVELS),
         "FLAGS": " ".join(compile_flags()),
+        "CUDA": toolkit.version if toolkit else "",
+        "CUDA_ARCHS": toolkit.archs if toolkit else "",
+        "CUDA_NOTE": no_cuda,
     }
     python = f"-isystem{sysconfig.get_path('include')}"
     pybind11 = f"-isystem{find_tool('pybind11').get_include()}"
-    defines = [f'-DFASTACCUM_{name}="{value}"' for name, value in facts.items()]
+    defines = [f"-DFASTACCUM_{name}={json.dumps(value)}" for name, value in facts.items()]
     yield ROOT / "csrc/module.cpp", "module.o", [python, pybind11, *defines]
 
 
 def ninja_file():
     """Returns the text of build.ninja; its outputs are CORE and BINDING."""
     torch, torch_version = find_torch()
+    toolkit, no_cuda = find_toolkit(torch)
 
     def escape(words):
         return shlex.join(map(str, words)).replace("$", "$$")
@@ -182,6 +364,10 @@ def ninja_file():
         link_core = link
     link_binding = [*link, "-L.", "-Wl,-rpath,$ORIGIN", f"-L{torch / 'lib'}"]
     libraries = ["-lfastaccum_core", "-ltorch_cpu", "-lc10"]
+    if toolkit:
+        # Its functions must not be found by, or instead of, those of another copy in the process.
+        link_binding.append("-Wl,--exclude-libs,libcudart_static.a")
+        libraries += [toolkit.cudart, "-ldl", "-lrt", "-lpthread"]
     lines = [
         "ninja_required_version = 1.5",
         f"cxx = {escape(find_compiler())}",
@@ -196,12 +382,28 @@ def ninja_file():
         "  description = $out",
     ]
     objects = {}
-    units = {"core": core_sources(), "binding": binding_sources(torch, torch_version)}
+    binding = binding_sources(torch, torch_version, toolkit, no_cuda)
+    units = {"core": core_sources(), "binding": binding}
     for library, sources in units.items():
         for source, name, flags in sources:
             lines += [f"build {name}: compile {path(source)}", f"  own = {escape(flags)}"]
             objects.setdefault(library, []).append(name)
-    # A CUDA step goes here: one nvcc edge per csrc/*.cu, its object added to "binding".
+    if toolkit:
+        # The version is in the command, so that another toolkit recompiles.
+        version = f"-DFASTACCUM_TOOLKIT={toolkit.version}"
+        flags = [*nvcc_flags(), *toolkit.targets, version, f"-I{ROOT / 'csrc'}"]
+        lines += [
+            f"nvcc = {escape([toolkit.nvcc])}",
+            f"nvcc_flags = {escape(flags)}",
+            "rule nvcc",
+            "  command = $nvcc -MMD -MF $out.d $nvcc_flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = $out",
+        ]
+        for source in sorted((ROOT / "csrc").glob("*.cu")):
+            lines.append(f"build cuda/{source.stem}.o: nvcc {path(source)}")
+            objects["binding"].append(f"cuda/{source.stem}.o")
     lines += [
         f"build {CORE}: link {' '.join(objects['core'])}",
         f"  own = {escape([*link_core, f'-Wl,-soname,{CORE}'])}",
@@ -250,11 +452,14 @@ class BuildNative(build_ext):
         else:
             command += ["-j", str(len(os.sched_getaffinity(0)))]
         print("fastaccum:", shlex.join(find_compiler() + compile_flags()), flush=True)
+        started = time.monotonic()
         if subprocess.run(command).returncode:
             raise BuildError(
                 "the native build failed: see the compiler's messages above. A C++20 compiler is "
-                "needed; FASTACCUM_NATIVE=0 builds without native code."
+                "needed; FASTACCUM_CUDA=0 builds without GPU kernels, FASTACCUM_NATIVE=0 without native "
+                "code."
             )
+        print(f"fastaccum: native build took {time.monotonic() - started:.1f} s", flush=True)
 
     def package_folder(self):
         """Returns where the libraries go: the source tree for an editable install."""

@@ -147,6 +147,11 @@ struct Row {
   std::uint32_t words[kWords];
 };
 
+// CUDA's own 32-byte vectors are aligned on 16 bytes before CUDA 13, which forbids one access.
+struct alignas(32) Bits256 {
+  unsigned long long parts[4];
+};
+
 enum class Reuse { kNone, kSome };  // kNone: dead after one read, so it need not stay in a cache
 
 template <int kBytes, Reuse kReuse>
@@ -168,7 +173,7 @@ FASTACCUM_DEVICE void load_bytes(const char* from, std::uint32_t* words) {
     load_bytes<16, kReuse>(from, words);
     load_bytes<16, kReuse>(from + 16, words + 4);
 #else
-    const ulonglong4_32a x = *global(reinterpret_cast<const ulonglong4_32a*>(from));
+    const Bits256 x = *global(reinterpret_cast<const Bits256*>(from));
     std::memcpy(words, &x, sizeof x);
 #endif
   } else {
@@ -192,9 +197,9 @@ FASTACCUM_DEVICE void store_bytes(char* to, const std::uint32_t* words) {
     store_bytes<16>(to, words);
     store_bytes<16>(to + 16, words + 4);
 #else
-    ulonglong4_32a x;
+    Bits256 x;
     std::memcpy(&x, words, sizeof x);
-    *global(reinterpret_cast<ulonglong4_32a*>(to)) = x;
+    *global(reinterpret_cast<Bits256*>(to)) = x;
 #endif
   } else {
     store_bytes<kBytes / 2>(to, words);

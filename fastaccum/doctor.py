@@ -13,6 +13,7 @@ from fastaccum._version import __version__
 SWITCHES = {
     "FASTACCUM_BACKEND": "what backend='auto' means",
     "FASTACCUM_ISA": "forces an instruction level of the native CPU code",
+    "TRITON_INTERPRET": "1 runs the Triton kernels in their interpreter, on the CPU too",
 }
 
 
@@ -23,18 +24,19 @@ def _version_of(module: str) -> str:
         return f"not importable ({error})"
 
 
-def _self_test(backend: str) -> str:
-    """One small clipped window against float64; the verdict."""
+def _self_test(backend: str, device: str) -> str:
+    """One small clipped window against float64 stock on the CPU; the verdict."""
     import torch
 
     from fastaccum import FusedAccumulator
 
     def train(dtype: torch.dtype, wrap: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        param = torch.nn.Parameter(torch.randn(10_007, generator=generator).to(dtype))
+        on = device if wrap else "cpu"
+        param = torch.nn.Parameter(torch.randn(10_007, generator=generator).to(on, dtype))
         optimizer = torch.optim.AdamW([param], lr=0.01)
         wrapper = FusedAccumulator(optimizer, 3, max_norm=1.0, backend=backend) if wrap else None
-        grads = [torch.randn(10_007, generator=generator).to(dtype) for _ in range(3)]
+        grads = [torch.randn(10_007, generator=generator).to(on, dtype) for _ in range(3)]
         for grad in grads:
             if wrapper:
                 param.grad = grad
@@ -43,7 +45,7 @@ def _self_test(backend: str) -> str:
             param.grad = torch.stack(grads).sum(0) / 3
             torch.nn.utils.clip_grad_norm_([param], 1.0, foreach=False)
             optimizer.step()
-        return param.detach().double()
+        return param.detach().double().cpu()
 
     exact, stock = train(torch.float64, False), train(torch.float32, False)
     error = (train(torch.float32, True) - exact).abs().max().item()
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
     if "torch" not in sys.modules:
         print("torch is missing: pip install torch, then reinstall fastaccum to build its native code")
         return 1
-    from fastaccum import backends
+    from fastaccum import backends, ops
 
     module, reason = backends.native_module()
     if module is None:
@@ -78,14 +80,12 @@ def main(argv: list[str]) -> int:
     failed = False
     for device, reasons in backends.explain().items():
         chosen = backends.choose("auto", backends.torch.device(device))
-        print(f"\n{device}: backend 'auto' is {chosen}")
+        print(f"\n{device}: backend 'auto' is {chosen}, for {', '.join(ops.NAMES)}")
         for name, against in reasons.items():
             if against:
                 print(f"  {name:<10} no: {'; '.join(against)}")
-            elif device == "cpu":
-                result = _self_test(name)
+            else:
+                result = _self_test(name, device)
                 failed |= "FAILED" in result
                 print(f"  {name:<10} yes; self-test {result}")
-            else:
-                print(f"  {name:<10} yes")
     return int(failed)

@@ -300,7 +300,7 @@ class TritonLauncher:
         words = bits([value for row in groups.rows for value in row])
         hyper = self._put(groups.tables, "hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
         getattr(self._kernels, f"launch_{op}")(
-            layout.strand_segment, layout.segments, table.table.view(6, n), grads.table, hyper, scalars, factor,
-            skip,
+            layout.strand_segment, layout.segments, table.table.view(6, n), grads.table, hyper, scalars,
+            factor, skip,
             **self._options(op, (*rows, grads.words)),
         )  # fmt: skip

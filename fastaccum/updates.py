@@ -15,7 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import ops
-from fastaccum.slots import Plan, Slot
+from fastaccum.layout import CHUNK
+from fastaccum.slots import Slot
 from fastaccum.window import Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
@@ -42,16 +43,50 @@ class Counters(NamedTuple):
     lr_groups: Tensor
 
 
-class Ready(NamedTuple):
-    """One plan's part of an update."""
+class Selection:
+    """The parameters that a window updates, in one index space over all plans: one update serves them all.
 
-    plan: Plan
-    slots: Sequence[Slot]
-    states: list[list[Tensor]]
-    grads: list[Tensor]
-    index: Tensor
-    group: Tensor
-    row: Tensor
+    Attributes:
+        slots: the parameters.
+        segments: int64 ``[n, 2]``.
+        index: int64 ``[len(slots)]``: the slots' segments.
+        group: their parameter groups.
+        row: their numbers.
+    """
+
+    def __init__(self, finished: Finished) -> None:
+        """Joins the plans' parts, each plan's chunks where the norm's are."""
+        self._parts = [(plan, index) for plan, _, _, index in finished]
+        self.slots: list[Slot] = []
+        segments: list[Tensor] = []
+        indices: list[Tensor] = []
+        groups: list[Tensor] = []
+        rows: list[Tensor] = []
+        before = 0
+        for plan, places, _, index in finished:
+            whole = len(places) == len(plan.slots)
+            self.slots += plan.slots if whole else [plan.slots[k] for k in places]
+            rows.append(plan.numbers if whole else plan.numbers[index])
+            groups.append(plan.groups if whole else plan.groups[index])
+            start = torch.tensor([plan.first_chunk * CHUNK, 0])
+            segments.append(plan.segments + start if len(finished) > 1 else plan.segments)
+            indices.append(index + before if before else index)
+            before += len(plan.slots)
+        self.segments, self.index = _joined(segments), _joined(indices)
+        self.group, self.row = _joined(groups), _joined(rows)
+
+    def serves(self, finished: Finished) -> bool:
+        """Whether a window has gradients for the same parameters."""
+        return len(finished) == len(self._parts) and all(
+            plan is mine and index is places
+            for (plan, _, _, index), (mine, places) in zip(finished, self._parts, strict=True)
+        )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if not parts:
+        return torch.zeros(0, dtype=torch.int64)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Numbers:
@@ -89,7 +124,8 @@ class FusedRule:
         self._lr_of: list[int] = []  # the same as numbers
         self._numbers = Numbers()
         self._seen: list[list[Tensor]] = []
-        self._ready: list[Ready] = []
+        self._selected = Selection([])
+        self._ready: tuple[list[list[Tensor]], list[Tensor]] = ([], [])  # states, gradients
         self._made: list[Tensor] = []  # parameters whose state prepare() has made
 
     # What a concrete rule says.
@@ -111,7 +147,7 @@ class FusedRule:
         self.steps = torch.zeros(len(slots), device=device)
         self.scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64, device=device)
         self._seen = []
-        self._ready = []
+        self._selected, self._ready = Selection([]), ([], [])
 
     def make_state(self, slots: Sequence[Slot]) -> None:
         """Creates the state of parameters without a step, as if they were about to be updated."""
@@ -170,62 +206,36 @@ class FusedRule:
         """
         self._find_lr_tensors(backend.synchronous)
         hyper = self.hyper(max_value, norm_group_of)
-        self._ready = []
-        state = self.optimizer.state
-        without = len(state) < len(self.steps)
+        if not self._selected.serves(finished):
+            self._selected = Selection(finished)
+        chosen, state = self._selected, self.optimizer.state
         self._made = []
-        for plan, places, grads, index in finished:
-            whole = len(places) == len(plan.slots)
-            slots = plan.slots if whole else [plan.slots[k] for k in places]
-            row = plan.numbers if whole else plan.numbers[index]
-            group = plan.groups if whole else plan.groups[index]
-            if without:
-                self._made += [slot.param for slot in slots if slot.param not in state]
-            self._ready.append(Ready(plan, slots, self._states(slots), grads, index, group, row))
-        rows, groups = [r.row for r in self._ready], [r.group for r in self._ready]
-        return Counters(
-            self.steps,
-            self.scalars,
-            rows[0] if len(rows) == 1 else torch.cat(rows),
-            groups[0] if len(groups) == 1 else torch.cat(groups),
-            hyper,
-            self._lrs,
-            self._lr_groups,
-        )
+        if len(state) < len(self.steps):
+            self._made = [slot.param for slot in chosen.slots if slot.param not in state]
+        grads = finished[0][2] if len(finished) == 1 else [grad for part in finished for grad in part[2]]
+        self._ready = self._states(chosen.slots), grads
+        return Counters(self.steps, self.scalars, chosen.row, chosen.group, hyper, self._lrs, self._lr_groups)
 
     def cancel(self) -> None:
         """The window is skipped after all: state that was made for it goes again."""
         for param in self._made:
             self.optimizer.state.pop(param, None)
-        self._ready, self._made = [], []
+        self._ready, self._made = ([], []), []
 
     def update(self, backend: SimpleNamespace, factor: Tensor, skip: Tensor) -> None:
         """Applies what was prepared; on the device, ``skip`` decides whether anything is written."""
-        for ready in self._ready:
-            params = [slot.param for slot in ready.slots]
-            scattered = [i for i, slot in enumerate(ready.slots) if not slot.dense]
-            targets = list(params)
-            for i in scattered:  # elements with gaps between them: update a dense copy, write it back
-                targets[i] = params[i].contiguous()
-            self._apply(
-                backend,
-                targets,
-                ready.states,
-                [],
-                ready.grads,
-                ready.plan.segments,
-                ready.index,
-                ready.group,
-                ready.row,
-                self._hyper,
-                self.scalars,
-                factor,
-                skip,
-            )
-            for i in scattered:
-                params[i].copy_(targets[i])
-            torch.autograd.graph.increment_version(params)
-        self._ready, self._made = [], []
+        chosen, (states, grads) = self._selected, self._ready
+        params = [slot.param for slot in chosen.slots]
+        scattered = [i for i, slot in enumerate(chosen.slots) if not slot.dense]
+        targets = list(params)
+        for i in scattered:  # elements with gaps between them: update a dense copy, write it back
+            targets[i] = params[i].contiguous()
+        tables = (chosen.segments, chosen.index, chosen.group, chosen.row, self._hyper, self.scalars)
+        self._apply(backend, targets, states, [], grads, *tables, factor, skip)
+        for i in scattered:
+            params[i].copy_(targets[i])
+        torch.autograd.graph.increment_version(params)
+        self._ready, self._made = ([], []), []
 
     def _reordered(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> bool:
         """Brings state tensors into their parameters' memory order, in place in the lists.
