@@ -34,8 +34,9 @@ env: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m fastaccum demo $(ARGS)
 
+# A process per core; a file stays in one, as its tests share what they build.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m quick $(ARGS)

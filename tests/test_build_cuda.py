@@ -11,7 +11,6 @@ import runpy
 import shutil
 import subprocess
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -341,19 +340,13 @@ def test_library_without_kernels_tells_why(gpu_tree, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "csrc").glob("*.cu")))
 def test_each_file_compiles_alone(tmp_path, name):
-    # With no flag but the standard: others look at the kernels one file at a time.
-    runs = [["-arch=sm_80"], ["-arch=sm_90"], ["-arch=sm_100"], ["-arch=sm_90", "-fmad=false"]]
-
-    def run(number):
-        cubin = tmp_path / f"{number}.cubin"
-        command = [toolkit.need("nvcc"), "-std=c++20", *runs[number], "-cubin", "-o", str(cubin)]
-        command.append(str(ROOT / "csrc" / name))
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True), cubin
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for done, cubin in pool.map(run, range(len(runs))):
-            assert done.returncode == 0, f"{done.args}: {done.stderr}"
-            assert cubin.stat().st_size > 0
+    # With no flag but the standard: others look at the kernels one file at a time. For the other
+    # architectures, with -fmad=false, tests/test_static_proof.py compiles them just so.
+    cubin = tmp_path / "out.cubin"
+    command = [toolkit.need("nvcc"), "-std=c++20", "-arch=sm_80", "-cubin", "-o", str(cubin)]
+    done = subprocess.run([*command, str(ROOT / "csrc" / name)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.args}: {done.stderr}"
+    assert cubin.stat().st_size > 0
 
 
 # The library that is installed here.
