@@ -260,7 +260,7 @@ void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor
              const std::optional<Tensor>& scalars, const std::optional<Tensor>& row,
              const std::optional<Tensor>& group, const std::optional<Tensor>& hyper, const Tensors& lrs,
              const std::optional<Tensor>& lr_groups, double norm_type, const std::optional<Tensor>& scale,
-             bool skip_nonfinite) {
+             bool skip_nonfinite, const std::optional<Tensor>& found_inf) {
   STD_TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 3,
                   "fastaccum: spans must have shape [n, 3] (norm group, first chunk, end chunk)");
   const std::int64_t n_groups = max_norm.numel();
@@ -302,6 +302,7 @@ void finish_(const Tensor& norm, const Tensor& group_norms, const Tensor& factor
   args.factor = table<double>(factor, "factor", n_groups);
   args.skip = table<std::int32_t>(skip, "skip", 1);
   args.skipped = table<std::int64_t>(skipped, "skipped", 1);
+  if (found_inf.has_value()) args.found_inf = table<float>(*found_inf, "found_inf", 1);
   cpu::finish(args);
 }
 

@@ -199,9 +199,10 @@ void launch_finish(const Tensor& norm, const Tensor& group_norms, const Tensor& 
                    const Tensor& skipped, const Tensor& steps, const Tensor& scalars, const Tensor& partials,
                    const Tensor& spans, const Tensor& packed, std::int64_t n_groups, const Tensor& weight,
                    const Tensor& divisor, const Tensor& group, double norm_type, const Optional& scale,
-                   bool skip_nonfinite) {
+                   bool skip_nonfinite, const Optional& found_inf) {
   gpu::FinishArgs args{};
   args.partials = partials_of(partials, 0);
+  STD_TORCH_CHECK(spans.numel() % 3 == 0, "fastaccum: spans must have shape [n, 3]");
   args.n_spans = spans.numel() / 3;
   args.spans = reinterpret_cast<const gpu::Span*>(table<std::int64_t>(spans, "spans", 3 * args.n_spans));
   args.n_groups = n_groups;
@@ -221,6 +222,7 @@ void launch_finish(const Tensor& norm, const Tensor& group_norms, const Tensor& 
   args.factor = table<double>(factor, "factor", args.n_norm_groups);
   args.skip = table<std::int32_t>(skip, "skip", 1);
   args.skipped = table<std::int64_t>(skipped, "skipped", 1);
+  if (found_inf.has_value()) args.found_inf = table<float>(*found_inf, "found_inf", 1);
   const Place place(partials);
   check(gpu::finish(args, place.stream), "launch_finish");
 }
@@ -269,7 +271,7 @@ void launch_sgd(const Tensor& strand_segment, const Tensor& segments, const Tens
 void launch_store(const Tensor& target, const Tensor& values) {
   STD_TORCH_CHECK(values.is_cpu() && values.is_contiguous() && values.scalar_type() == ScalarType::Long &&
                       values.numel() <= gpu::kTableEntries,
-                  "fastaccum: values must be contiguous int64 on the CPU, at most ",
+                  "fastaccum: words must be contiguous int64 on the CPU, at most ",
                   static_cast<std::int64_t>(gpu::kTableEntries), ", got ", values.numel());
   gpu::Entry* const to = entries(target, "table", values.numel());
   const Place place(target);

@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kFinishLanes, 1) finish_kernel(FASTACCUM_GRID_
       return norm_of_total(total, Norm::kPower, args.spec.power, power_scale(args.spec)) * magnitude(scale);
     return (args.spec.norm == Norm::kTwo ? square_root(total) : total) * magnitude(scale);
   };
-  const int bad = __syncthreads_or(args.skip_nonfinite && any_bad(args));
+  const bool asked = args.skip_nonfinite || args.found_inf != nullptr;
+  const int found = __syncthreads_or(asked && any_bad(args));
   double joined = 0.0;
   for (std::int64_t g = 0; g < args.n_norm_groups; ++g) {
     const double total = is_max ? total_of<Norm::kInf>(args, g, warps) : total_of<Norm::kTwo>(args, g, warps);
@@ -87,9 +88,12 @@ __global__ void __launch_bounds__(kFinishLanes, 1) finish_kernel(FASTACCUM_GRID_
     // Nothing was weighed: there is no gradient to speak of, and no update.
     const bool empty = !(load(args.weight) > 0.0);
     *args.norm = empty ? 0.0f : static_cast<float>(norm_of(joined));
-    skip = empty || bad != 0;
+    const bool told = args.found_inf != nullptr && *args.found_inf != 0.0f;
+    const bool bad = told || (args.skip_nonfinite && found != 0);
+    if (args.found_inf != nullptr) *args.found_inf = told || found != 0 ? 1.0f : 0.0f;
+    skip = empty || bad;
     *args.skip = skip ? 1 : 0;
-    if (bad != 0 && !empty) *args.skipped += 1;
+    if (bad && !empty) *args.skipped += 1;
   }
   __syncthreads();
   for (std::int64_t slot = threadIdx.x; slot < args.n_slots; slot += kFinishLanes)

@@ -142,6 +142,7 @@ struct FinishArgs {
   double* factor;       // [n_norm_groups]
   std::int32_t* skip;
   std::int64_t* skipped;
+  float* found_inf;  // or null; also read
 };
 
 Status gather(const GatherArgs&, Stream);

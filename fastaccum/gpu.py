@@ -119,7 +119,7 @@ class Backend:
         partials: Tensor, spans: Tensor, max_norm: Tensor, weight: Tensor, divisor: Tensor,
         steps: Tensor | None, scalars: Tensor | None, row: Tensor | None, group: Tensor | None,
         hyper: Tensor | None, lrs: Sequence[Tensor], lr_groups: Tensor | None, norm_type: float = 2.0,
-        scale: Tensor | None = None, skip_nonfinite: bool = True,
+        scale: Tensor | None = None, skip_nonfinite: bool = True, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
         """See :func:`fastaccum.ops.finish_`."""
         if hyper is not None and self._launcher.capturing(self._device) and len(lrs) < len(hyper):
@@ -155,7 +155,15 @@ class Backend:
         )
         out = (norm, group_norms, factor, skip, skipped, steps, scalars, partials)
         self._launcher.finish(
-            self._device, out, counters, weight, divisor, float(norm_type), scale, bool(skip_nonfinite)
+            self._device,
+            out,
+            counters,
+            weight,
+            divisor,
+            float(norm_type),
+            scale,
+            bool(skip_nonfinite),
+            found_inf,
         )
 
     def _table(self, tables: dict[str, Table], role: str, count: int) -> Table:

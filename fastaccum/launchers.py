@@ -37,7 +37,7 @@ for _schema in (
     "launch_finish(Tensor(a!) norm, Tensor(b!) group_norms, Tensor(c!) factor, Tensor(d!) skip, "
     "Tensor(e!) skipped, Tensor(f!) steps, Tensor(g!) scalars, Tensor partials, Tensor spans, "
     "Tensor words, int n_groups, Tensor weight, Tensor divisor, Tensor group, float norm_type, "
-    "Tensor? scale, bool skip_nonfinite) -> ()",
+    "Tensor? scale, bool skip_nonfinite, Tensor(h!)? found_inf) -> ()",
     "launch_scale(Tensor strand_segment, Tensor segments, Tensor table, Tensor factor, "
     "float max_value) -> ()",
     "launch_adam(Tensor strand_segment, Tensor segments, Tensor table, Tensor grads, Tensor words, "
@@ -70,7 +70,7 @@ class Launcher(Uploader, Protocol):
 
     def finish(
         self, device: torch.device, out: Sequence[Any], counters: Counters, weight: Tensor, divisor: Tensor,
-        norm_type: float, scale: Tensor | None, skip_nonfinite: bool,
+        norm_type: float, scale: Tensor | None, skip_nonfinite: bool, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         """``out``: what is written, and the partials."""
 
@@ -162,14 +162,14 @@ class CudaLauncher:
 
     def finish(
         self, device: torch.device, out: Sequence[Any], counters: Counters, weight: Tensor, divisor: Tensor,
-        norm_type: float, scale: Tensor | None, skip_nonfinite: bool,
+        norm_type: float, scale: Tensor | None, skip_nonfinite: bool, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         """See Launcher."""
         n_groups = 0 if counters.groups is None else len(counters.groups.rows)
         words = [*self._rows(counters.groups, counters.lrs), *bits(counters.limits), *counters.active]
         self._ops.launch_finish(
             *out, counters.spans, self._by_value(words, counters.tables, "words", device), n_groups, weight,
-            divisor, counters.group, norm_type, scale, skip_nonfinite,
+            divisor, counters.group, norm_type, scale, skip_nonfinite, found_inf,
         )  # fmt: skip
 
     def scale(self, layout: DeviceLayout, table: Pointers, factor: Tensor, max_value: float) -> None:
@@ -263,7 +263,7 @@ class TritonLauncher:
 
     def finish(
         self, device: torch.device, out: Sequence[Any], counters: Counters, weight: Tensor, divisor: Tensor,
-        norm_type: float, scale: Tensor | None, skip_nonfinite: bool,
+        norm_type: float, scale: Tensor | None, skip_nonfinite: bool, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         """See Launcher."""
         tables = counters.tables
@@ -279,7 +279,7 @@ class TritonLauncher:
             self._scalar(weight, tables, "total"), self._scalar(divisor, tables, "divisor"),
             self._put(tables, "active", counters.active), counters.group, hyper, norm_type, scale,
             skip_nonfinite,
-            lrs=lrs,
+            lrs=lrs, found_inf=found_inf,
         )  # fmt: skip
 
     def scale(self, layout: DeviceLayout, table: Pointers, factor: Tensor, max_value: float) -> None:

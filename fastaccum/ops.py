@@ -303,7 +303,7 @@ _define(
     "Tensor(e!) skipped, Tensor partials, Tensor spans, Tensor max_norm, Tensor weight, "
     "Tensor divisor, Tensor(f!)? steps, Tensor(g!)? scalars, Tensor? row, Tensor? group, "
     "Tensor? hyper, Tensor[] lrs, Tensor? lr_groups, "
-    "float norm_type=2.0, Tensor? scale=None, bool skip_nonfinite=True)"
+    "float norm_type=2.0, Tensor? scale=None, bool skip_nonfinite=True, Tensor(h!)? found_inf=None)"
 )
 
 
@@ -328,7 +328,10 @@ def _check_finish(
     norm_type: float,
     scale: Tensor | None,
     skip_nonfinite: bool,
+    found_inf: Tensor | None,
 ) -> None:
+    if found_inf is not None:
+        _table(found_inf, "found_inf", torch.float32, "0-d")
     for name, tensor, dtype, shape in (
         ("norm", norm, torch.float32, "0-d"), ("group_norms", group_norms, torch.float64, "[groups]"),
         ("factor", factor, torch.float64, "[groups]"), ("skip", skip, torch.int32, "0-d"),
@@ -370,6 +373,7 @@ def finish_(
     norm_type: float = 2.0,
     scale: Tensor | None = None,
     skip_nonfinite: bool = True,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Decides the end of a window on the device: norm, clip factor, whether to update, step counts.
 
@@ -404,6 +408,8 @@ def finish_(
         norm_type: as in the op that wrote ``partials``.
         scale: likewise.
         skip_nonfinite: False updates whatever the gradient holds, as stock PyTorch does.
+        found_inf: float32 0-d, as ``torch.amp.GradScaler`` keeps it: not 0 skips the update in any case.
+            It becomes 1 where the gradient is not finite, else stays. Mutated.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
@@ -429,11 +435,12 @@ def finish_(
         norm_type,
         scale,
         skip_nonfinite,
+        found_inf,
     )
     _call(
         "finish_", norm, group_norms, factor, skip, skipped, partials, spans, max_norm, weight, divisor,
         steps, scalars, row, group, hyper, list(lrs), lr_groups, _norm_type(norm_type), scale,
-        bool(skip_nonfinite),
+        bool(skip_nonfinite), found_inf,
     )  # fmt: skip
 
 

@@ -177,6 +177,7 @@ def finish_(
     norm_type: float = 2.0,
     scale: Tensor | None = None,
     skip_nonfinite: bool = True,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Norm, clip factor and skip of a finished window; step counters and bias corrections."""
     divide = (1.0 / divisor).item()  # inf for a divisor of 0, where Python would raise
@@ -206,7 +207,11 @@ def finish_(
         clip = 1.0 if limit.isinf() else (limit / (group_norms[g] + 1e-6)).clamp(max=1.0)
         factor[g] = clip * divide
     empty = not weight.item() > 0.0
-    bad = skip_nonfinite and any(bool(partials[1, b:e].any()) for _, b, e in spans.tolist())
+    found = any(bool(partials[1, b:e].any()) for _, b, e in spans.tolist())
+    bad = skip_nonfinite and found
+    if found_inf is not None:
+        bad = bad or bool(found_inf)
+        found_inf.fill_(1.0 if found or bool(found_inf) else 0.0)
     norm.copy_(torch.zeros(()) if empty else norm_of(joined))
     skip.fill_(int(empty or bad))
     skipped.add_(int(bad and not empty))

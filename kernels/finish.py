@@ -33,7 +33,7 @@ UNROLL = tl.constexpr(4)  # rows of lanes whose loads are under way together: la
 
 _TABLES = [
     "norm", "group_norms", "factor", "skip", "skipped", "steps", "scalars", "partials", "spans", "max_norm",
-    "weight", "divisor", "active", "group", "hyper", "lrs", "scale",
+    "weight", "divisor", "active", "group", "hyper", "lrs", "scale", "found_inf",
 ]  # fmt: skip
 _NUMBERS = [
     "row_stride", "n_spans", "n_groups", "n_slots", "hyper_stride", "lrs_stride", "power_bits",
@@ -129,8 +129,10 @@ def finish_kernel(
     power_bits,
     scale,
     skip_nonfinite,
+    found_inf,
     NORM: tl.constexpr,
     LRS: tl.constexpr,
+    FOUND: tl.constexpr,
 ):
     """One program for the whole window."""
     unity = tl.full((), 1.0, tl.float64)
@@ -157,6 +159,10 @@ def finish_kernel(
         wanted += 1
     empty = tl.where(tl.load(weight) > 0.0, 0, 1)
     bad = tl.where((flagged != 0) & (skip_nonfinite != 0), 1, 0)
+    if FOUND:
+        told = tl.where(tl.load(found_inf) != 0.0, 1, 0)
+        tl.store(found_inf, tl.where((told != 0) | (flagged != 0), 1.0, 0.0))
+        bad = bad | told
     skips = empty | bad
     total = _norm_of(joined, divide, power, unit, NORM)
     tl.store(norm, tl.where(empty != 0, 0.0, total).to(tl.float32))
@@ -210,6 +216,7 @@ def launch_finish(
     skip_nonfinite: bool,
     *,
     lrs: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Norm, clip factors and skip of a window; step counts and bias corrections of the active slots.
 
@@ -234,6 +241,7 @@ def launch_finish(
         skip_nonfinite: False updates whatever the gradient holds.
         lrs: int64 ``[G]``, of any stride: pointer entries of learning rates that are float32 or float64
             tensors on the device, 0 where ``hyper`` has it; or None.
+        found_inf: float32 0-d, or None: not 0 skips; becomes 1 where the gradient is not finite. Written.
     """
     kind = norm_kind(norm_type)
     launch(
@@ -265,7 +273,9 @@ def launch_finish(
         double_bits(norm_type),
         one(partials.device) if scale is None else scale,
         int(skip_nonfinite),
+        norm if found_inf is None else found_inf,
         NORM=kind,
         LRS=lrs is not None,
+        FOUND=found_inf is not None,
         num_warps=16,
     )

@@ -331,6 +331,7 @@ def make_finish(
     parameters: int | None = 40,
     most: int = 1000,
     lr_tensors: bool = False,
+    found_inf: float | None = None,
     shift: int = 0,
     order: str = "rows",
 ) -> Arguments:
@@ -358,6 +359,7 @@ def make_finish(
         "norm_type": norm_type,
         "scale": None if scale is None else maker.table(scale),
         "skip_nonfinite": skip_nonfinite,
+        "found_inf": None if found_inf is None else maker.table(found_inf, F32),
     }
 
 
@@ -653,6 +655,13 @@ FINISH = (
         "NaN, updates all the same",
         {"planted": math.nan, "max_norm": (0.5, INF), "skip_nonfinite": False},
     ),
+    Variant("found_inf, finite", {"found_inf": 0.0}),
+    Variant("found_inf, NaN", {"found_inf": 0.0, "planted": math.nan}),
+    Variant(
+        "found_inf, NaN, updates all the same",
+        {"found_inf": 0.0, "planted": math.nan, "skip_nonfinite": False},
+    ),
+    Variant("found_inf was told, finite", {"found_inf": 2.0, "skip_nonfinite": False}),
     Variant("no parameters of ours", {"parameters": None}),
     Variant("up to a million steps", {"most": 2_000_000, "parameters": 200}),
     Variant("learning rates that are tensors", {"lr_tensors": True}),
@@ -991,6 +1000,7 @@ RAW_UPDATE_TABLES = (
 )
 
 FINISH_ERRORS = (
+    _wrong_dtype("found_inf", torch.float64, "float32", found_inf=0.0),
     _wrong_dtype("steps", torch.float64, "float32"),
     _wrong_dtype("row", torch.int32, "int64"),
     _wrong_dtype("group", torch.int32, "int64"),
@@ -1241,9 +1251,10 @@ CASES = (
         # Sum and flag of each chunk read. For two parameters in three: step count read and written, row
         # and group read, four scalars written.
         "finish_", make_finish,
-        ("norm", "group_norms", "factor", "skip", "skipped", "steps", "scalars"), (),
+        ("norm", "group_norms", "factor", "skip", "skipped", "steps", "scalars", "found_inf"), (),
         lambda n, dtype, parameters=40, **_: 16 * n + 2 / 3 * (parameters or 0) * (4 + 4 + 8 + 8 + 32),
-        _DOUBLES, FINISH, FINISH_ERRORS, FINISH_RAW, ("max_norm", "weight", "divisor", "hyper", "steps"), unit="chunks", grid=(0, 1, 7, 1023, 1024, 1025, 5003),
+        _DOUBLES, FINISH, FINISH_ERRORS, FINISH_RAW, ("max_norm", "weight", "divisor", "hyper", "steps"),
+        unit="chunks", grid=(0, 1, 7, 1023, 1024, 1025, 5003),
     ),
     OpCase(
         # Read and written.
@@ -1268,8 +1279,8 @@ CASES = (
         bytes_adam, ops.DTYPES, ADAM, ADAM_ERRORS, ADAM_RAW, ("hyper", "scalars", "factor", "skip"),
     ),
     OpCase(
-        "sgd_", make_sgd, ("params", "momentum_buffers", "copies"), ("params", "copies"), bytes_sgd, ops.DTYPES, SGD,
-        SGD_ERRORS, SGD_RAW, ("hyper", "scalars", "factor", "skip"),
+        "sgd_", make_sgd, ("params", "momentum_buffers", "copies"), ("params", "copies"), bytes_sgd,
+        ops.DTYPES, SGD, SGD_ERRORS, SGD_RAW, ("hyper", "scalars", "factor", "skip"),
     ),
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -102,9 +102,9 @@ def kernels() -> dict[str, tuple[str, dict[str, Any]]]:
         "norm fp32": _norm(),
         "norm bf16": _norm(TYPES=BF16),
         "norm fp32, p = 3": _norm(NORM=3, FLAGS=True),
-        "finish": ("finish", {"NORM": 0, "LRS": False}),
-        "finish, inf norm": ("finish", {"NORM": 2, "LRS": True}),
-        "finish, p = 3": ("finish", {"NORM": 3, "LRS": False}),
+        "finish": ("finish", {"NORM": 0, "LRS": False, "FOUND": False}),
+        "finish, inf norm": ("finish", {"NORM": 2, "LRS": True, "FOUND": True}),
+        "finish, p = 3": ("finish", {"NORM": 3, "LRS": False, "FOUND": False}),
         "scale fp32": _scale(),
         "adam fp32": _update("adam"),
         "adam fp32, amsgrad": _update("adam", STATE2=FP32),
@@ -127,6 +127,7 @@ _POINTERS = {
     "group_norms": "*fp64", "factor": "*fp64", "skip": "*i32", "skipped": "*i64", "steps": "*fp32",
     "scalars": "*fp64", "spans": "*i64", "max_norm": "*fp64", "divisor": "*fp64", "active": "*i64",
     "group": "*i32", "hyper": "*fp64", "table": "*i64", "grads": "*i64", "lrs": "*i64",
+    "found_inf": "*fp32",
 }  # fmt: skip
 _BUFFERS = {1: "*fp32", 2: "*i16", 3: "*fp16", 4: "*fp64"}
 _TYPES = (

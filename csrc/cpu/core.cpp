@@ -180,7 +180,10 @@ void finish(const FinishArgs& args) {
   // Nothing was weighed: there is no gradient to speak of, and no update.
   const bool empty = !(args.weight > 0.0);
   *args.norm = empty ? 0.0f : static_cast<float>(norm);
-  const bool bad = args.skip_nonfinite && !empty && any_bad(args);
+  const bool told = args.found_inf != nullptr && *args.found_inf != 0.0f;
+  const bool found = (args.skip_nonfinite || args.found_inf != nullptr) && any_bad(args);
+  const bool bad = !empty && (told || (args.skip_nonfinite && found));
+  if (args.found_inf != nullptr) *args.found_inf = told || found ? 1.0f : 0.0f;
   *args.skip = (empty || bad) ? 1 : 0;
   if (bad) *args.skipped += 1;
   for (std::int64_t i = 0; i < args.n; ++i) {

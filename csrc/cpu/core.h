@@ -147,6 +147,7 @@ struct FinishArgs {
   double* factor;       // [n_norm_groups]
   std::int32_t* skip;
   std::int64_t* skipped;
+  float* found_inf;  // or null; also read
 };
 
 FASTACCUM_API void gather(const GatherArgs&, ParallelFor);
