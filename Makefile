@@ -7,6 +7,7 @@
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
 #   make bench [ARGS=...]        the benchmarks
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
+#   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
 #   make lint                    ruff and clang-format
 #   make sanitize                the native tests under address and undefined-behaviour sanitizers
 #   make env | clean             only the set-up | remove all that make has made
@@ -26,7 +27,7 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton bench static-proof lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton bench static-proof gpu-check lint sanitize clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -69,6 +70,10 @@ bench: $(STAMP)
 
 static-proof: $(STAMP)
 	$(BIN)/python -m benchmarks.static_proof $(ARGS)
+
+# Sets nothing up, as there may be no network: .venv's Python if it is there, else PYTHON's.
+gpu-check:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(LINT_STAMP)
 	$(BIN)/ruff check .

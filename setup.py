@@ -205,9 +205,7 @@ def inspect_toolkit(nvcc, torch):
     if (int(match[1]), int(match[2])) < OLDEST_CUDA:
         raise CudaError(f"it is CUDA {match[3]}, CUDA >= {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} is needed")
     if (int(match[1]), int(match[2])) < TRIED_CUDA and switch("FASTACCUM_CUDA") != "1":
-        raise CudaError(
-            f"it is CUDA {match[3]}, which has not been tried: FASTACCUM_CUDA=1 builds with it"
-        )
+        raise CudaError(f"it is CUDA {match[3]}, which has not been tried: FASTACCUM_CUDA=1 builds with it")
     cuda = re.search(r"^cuda\b.*= '(\d+)([^']*)'", (torch / "version.py").read_text(), re.MULTILINE)
     if cuda and cuda[1] != match[1]:
         raise CudaError(f"it is CUDA {match[3]}, torch was built with CUDA {cuda[1]}{cuda[2]}")
@@ -215,7 +213,7 @@ def inspect_toolkit(nvcc, torch):
     targets, words = [], []
     for major, minor, suffix, with_ptx in cuda_archs():
         name = f"{major}{minor}{suffix}"
-        if f"sm_{name}" not in known:
+        if f"sm_{major}{minor}" not in known:  # which lists no names with a suffix
             raise CudaError(f"it does not know the GPU {major}.{minor}{suffix}")
         codes = [f"sm_{name}"] + [f"compute_{name}"] * with_ptx
         targets += [f"-gencode=arch=compute_{name},code={code}" for code in codes]
@@ -363,11 +361,11 @@ def ninja_file():
     else:
         link_core = link
     link_binding = [*link, "-L.", "-Wl,-rpath,$ORIGIN", f"-L{torch / 'lib'}"]
-    libraries = ["-lfastaccum_core", "-ltorch_cpu", "-lc10"]
+    libraries = ["-lfastaccum_core", "-ltorch_cpu", "-lc10", "-ldl"]
     if toolkit:
         # Its functions must not be found by, or instead of, those of another copy in the process.
         link_binding.append("-Wl,--exclude-libs,libcudart_static.a")
-        libraries += [toolkit.cudart, "-ldl", "-lrt", "-lpthread"]
+        libraries += [toolkit.cudart, "-lrt", "-lpthread"]
     lines = [
         "ninja_required_version = 1.5",
         f"cxx = {escape(find_compiler())}",

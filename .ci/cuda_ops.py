@@ -15,4 +15,6 @@ missing = [
     op for op in OPS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastaccum::launch_{op}", "CUDA")
 ]
 assert not missing, f"not registered for CUDA: {missing}"
+# What the library links to does not include libtorch_cuda, so its symbol must be found while running.
+assert _C.knows_stream(), "torch's current CUDA stream cannot be asked for"
 print("all launchers are registered for CUDA")

@@ -12,6 +12,7 @@
 
 #include "cpu/core.h"
 #include "finish.h"
+#include "norm.h"
 
 namespace fastaccum::binding {
 namespace {
@@ -138,7 +139,7 @@ cpu::NormSpec norm_spec(double norm_type, double scale) {
                     : norm_type == 1.0                                     ? Norm::kOne
                     : norm_type == std::numeric_limits<double>::infinity() ? Norm::kInf
                                                                            : Norm::kPower;
-  return {norm, norm_type, scale > 0.0 ? scale : 1.0};
+  return {norm, norm_type, usable_scale(scale)};
 }
 
 struct Partials {

@@ -16,9 +16,8 @@
 #if defined(FASTACCUM_CUDA_ON_CPU)
 #define FASTACCUM_GPU_KEY CPU
 #else
+#include "current_stream.h"
 #define FASTACCUM_GPU_KEY CUDA
-// In libtorch_cuda, which a CPU build of torch does not have: without it there is no GPU either.
-extern "C" __attribute__((weak)) int aoti_torch_get_current_cuda_stream(int device, void** stream);
 #endif
 
 namespace fastaccum::binding_gpu {
@@ -49,10 +48,14 @@ struct Place {
 
   explicit Place(const Tensor& tensor) : guard(tensor.get_device_index()) {
     void* current = nullptr;
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current) == 0,
-                    "fastaccum: torch has no current CUDA stream: this is a CPU build of torch");
+    const CurrentStream current_stream = current_stream_of_torch();
+    STD_TORCH_CHECK(current_stream != nullptr,
+                    "fastaccum: libtorch_cuda is not loaded: this is a CPU build of torch");
+    STD_TORCH_CHECK(current_stream(tensor.get_device_index(), &current) == 0,
+                    "fastaccum: torch did not tell its current CUDA stream");
     stream = static_cast<gpu::Stream>(current);
+    const gpu::Status status = gpu::use_device(tensor.get_device_index());
+    STD_TORCH_CHECK(status == nullptr, "fastaccum: the device cannot be used: ", status);
   }
 #endif
 };
@@ -246,6 +249,8 @@ gpu::UpdateArgs update_args(const Tensor& strand_segment, const Tensor& segments
           words(groups, "words", gpu::kGroupWords),
           table<double>(scalars, "scalars", kScalarColumns),
           table<double>(factor, "factor", 1),
+          scalars.numel() / kScalarColumns,
+          factor.numel(),
           table<std::int32_t>(skip, "skip", 1),
           full};
 }

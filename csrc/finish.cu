@@ -15,13 +15,14 @@ struct Params {
 // The last step of strand order: lane j sums the group's chunks congruent to j, ascending; then an
 // adjacent fold over the block. The result is valid in thread 0.
 template <Norm kNorm>
-FASTACCUM_DEVICE double total_of(const FinishArgs& args, std::int64_t norm_group, double* warps) {
+FASTACCUM_DEVICE double total_of(const FinishArgs& args, std::int64_t norm_group, std::int64_t* next_span,
+                                 double* warps) {
   const std::int64_t thread = threadIdx.x;
   double sum = 0.0;
   std::int64_t position = 0;  // of a span's first chunk among the group's
-  for (std::int64_t s = 0; s < args.n_spans; ++s) {
-    const Span span = args.spans[s];
-    if (span.norm_group != norm_group) continue;
+  for (; *next_span < args.n_spans; ++*next_span) {
+    const Span span = args.spans[*next_span];
+    if (span.norm_group != norm_group) break;
     std::int64_t chunk = span.begin + ((thread - position) & (kFinishLanes - 1));
 #pragma unroll 8
     for (; chunk < span.end; chunk += kFinishLanes)
@@ -76,8 +77,10 @@ __global__ void __launch_bounds__(kFinishLanes, 1) finish_kernel(FASTACCUM_GRID_
   const bool asked = args.skip_nonfinite || args.found_inf != nullptr;
   const int found = __syncthreads_or(asked && any_bad(args));
   double joined = 0.0;
+  std::int64_t next_span = 0;  // spans are sorted by norm group
   for (std::int64_t g = 0; g < args.n_norm_groups; ++g) {
-    const double total = is_max ? total_of<Norm::kInf>(args, g, warps) : total_of<Norm::kTwo>(args, g, warps);
+    const double total = is_max ? total_of<Norm::kInf>(args, g, &next_span, warps)
+                                : total_of<Norm::kTwo>(args, g, &next_span, warps);
     if (threadIdx.x != 0) continue;
     joined = is_max ? max_or_nan(joined, total) : joined + total;
     const double norm = norm_of(total);
@@ -89,7 +92,8 @@ __global__ void __launch_bounds__(kFinishLanes, 1) finish_kernel(FASTACCUM_GRID_
     const bool empty = !(load(args.weight) > 0.0);
     *args.norm = empty ? 0.0f : static_cast<float>(norm_of(joined));
     const bool told = args.found_inf != nullptr && *args.found_inf != 0.0f;
-    const bool bad = told || (args.skip_nonfinite && found != 0);
+    const bool unbounded = load(args.weight) > 1.7976931348623157e308;
+    const bool bad = told || (args.skip_nonfinite && (found != 0 || unbounded));
     if (args.found_inf != nullptr) *args.found_inf = told || found != 0 ? 1.0f : 0.0f;
     skip = empty || bad;
     *args.skip = skip ? 1 : 0;

@@ -113,6 +113,7 @@ struct UpdateArgs {
   Words groups;           // [n_groups, kGroupWords]
   const double* scalars;  // device [n_slots, kScalarColumns]
   const double* factor;   // device [n_norm_groups]
+  std::int64_t n_slots, n_norm_groups;
   const std::int32_t* skip;
   bool full;  // some tensor is float64, or some group wants amsgrad
 };
@@ -123,7 +124,7 @@ struct Span {
 
 struct FinishArgs {
   Partials partials;
-  const Span* spans;  // device [n_spans]
+  const Span* spans;  // device [n_spans], sorted by norm group
   std::int64_t n_spans;
   // Words of [n_groups, kGroupWords], then [n_norm_groups] limits as float64 bits (inf: not clipped), then
   // a bit mask over the slots that take part.
@@ -157,6 +158,8 @@ Status store(Entry* table, const Entry* words, std::int64_t count, Stream);
 Status upload(void* device, const void* pinned, std::int64_t bytes, Stream);
 // Loads every kernel of a device now: a first launch inside a graph's capture may not.
 Status load_kernels();
+// Makes a device the current one of this library's own copy of the CUDA runtime, too.
+Status use_device(int device);
 // Whether the stream is being captured.
 bool capturing(Stream);
 

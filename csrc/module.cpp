@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu/core.h"
+#include "current_stream.h"
 
 #if defined(__clang__)
 #define FASTACCUM_COMPILER "clang " __clang_version__
@@ -27,6 +28,9 @@ PYBIND11_MODULE(_C, module) {
         return info;
       },
       "Returns how this library was built, as a dict of strings.");
+  module.def(
+      "knows_stream", [] { return fastaccum::current_stream_of_torch() != nullptr; },
+      "Whether torch's current CUDA stream can be asked for: torch is a CUDA build and was imported.");
   module.def("isa", &fastaccum::cpu::isa_name, "The instruction level in use.");
   module.def("isa_available", &fastaccum::cpu::isa_available,
              "The levels that this CPU can run, best first, separated by spaces.");

@@ -34,6 +34,11 @@ FASTACCUM_HOST_DEVICE double fold(double* x) {
   return x[0];
 }
 
+// What powers are divided by: the largest magnitude, but neither 0 nor what makes inf / inf of itself.
+FASTACCUM_HOST_DEVICE double usable_scale(double largest) {
+  return largest > 0.0 && largest <= 1.7976931348623157e308 ? largest : 1.0;
+}
+
 // The norm that a joined total stands for.
 FASTACCUM_HOST_DEVICE double norm_of_total(double total, Norm norm, double power, double scale) {
   if (norm == Norm::kTwo) return square_root(total);

@@ -49,11 +49,7 @@ FASTACCUM_DEVICE double load(const Scalar& scalar) {
   return scalar.device != nullptr ? *scalar.device : scalar.value;
 }
 
-// 0, the largest magnitude of nothing but zeros, cannot be divided by.
-FASTACCUM_DEVICE double power_scale(const NormSpec& spec) {
-  const double scale = load(spec.scale);
-  return scale > 0.0 ? scale : 1.0;
-}
+FASTACCUM_DEVICE double power_scale(const NormSpec& spec) { return usable_scale(load(spec.scale)); }
 
 FASTACCUM_DEVICE double as_double(Entry bits) {
   double value;

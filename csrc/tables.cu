@@ -1,4 +1,5 @@
 // tables: what all launchers share on the host, and how a table gets to the device.
+#include <atomic>
 #include <vector>
 
 #include "rows.h"
@@ -39,17 +40,42 @@ Status load_kernels() {
   return status();
 }
 
+namespace {
+
+// Not what the device has, but what the code that was loaded for it was compiled for: a device of compute
+// capability 10.0 may run code made from 9.0's PTX, in which the wide kernels are empty.
+int compiled_width() {
+  cudaFuncAttributes attributes{};
+  const void* any = reinterpret_cast<const void*>(&store_kernel<OnDevice>);
+  if (cudaFuncGetAttributes(&attributes, any) != cudaSuccess) return kNarrow;
+  return attributes.ptxVersion >= 100 ? kWide : kNarrow;
+}
+
+}  // namespace
+
 int vector_width() {
-  int device = 0, major = 0;
-  // Both read what the runtime has cached; neither synchronises.
-  if (cudaGetDevice(&device) != cudaSuccess) return kNarrow;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 10 ? kWide : kNarrow;
+#if !defined(FASTACCUM_CUDA_ON_CPU)  // there the tests change it
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess && device < kDevices) {
+    if (known[device].load(std::memory_order_relaxed) == 0) known[device].store(compiled_width());
+    return known[device].load(std::memory_order_relaxed);
+  }
+#endif
+  return compiled_width();
 }
 
 Status status() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+Status use_device(int device) {
+  int current = -1;
+  if (cudaGetDevice(&current) == cudaSuccess && current == device) return nullptr;
+  cudaSetDevice(device);
+  return status();
 }
 
 bool capturing(Stream stream) {

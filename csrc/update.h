@@ -119,8 +119,11 @@ __global__ void __launch_bounds__(threads(kVector))
 #pragma unroll
     for (int s = 0; s < kMaxStates; ++s) t.states[s] = Array::of(row[(kState + s) * n], place.from);
     const Entry meta = row[kMeta * n];
+    FASTACCUM_ASSERT(static_cast<std::int64_t>(meta & 0xffffffffu) * kGroupWords < args.groups.count);
+    FASTACCUM_ASSERT(static_cast<std::int64_t>(meta >> 32) < args.n_slots);
     const Hypers h = group_of(p.groups, static_cast<std::int64_t>(meta & 0xffffffffu));
     const double* scalars = args.scalars + static_cast<std::int64_t>(meta >> 32) * kScalarColumns;
+    FASTACCUM_ASSERT(h.norm_group >= 0 && h.norm_group < args.n_norm_groups);
     const double factor = args.factor[h.norm_group];
     const bool wide = t.param.dtype == DType::kFloat64 || t.grad.dtype == DType::kFloat64;
     if constexpr (kFull) {

@@ -528,7 +528,11 @@ class FusedAccumulator(Optimizer):
             own(grads)  # type: ignore[arg-type]
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
-            if grad.layout != torch.strided or not (slot.contiguous and grad.is_contiguous()):
+            if (
+                grad.layout != torch.strided
+                or not (slot.contiguous and grad.is_contiguous())
+                or grad.is_neg()
+            ):
                 grad = slot.taken(grad)
             entries.append((slot, grad))
         return entries, kind, items
@@ -617,7 +621,7 @@ class FusedAccumulator(Optimizer):
             self._end_window()
             return
         finished = window.finished()
-        backend = self._backend_on(finished[0][2][0].device)
+        backend = self._backend_on(finished.grads[0].device)
         shared = self._clip_once if self._clip_once is not None else options["max_norm"]
         limits = [math.inf if shared is None else shared]
         limits += [limit for limit in self._roster.limits if limit is not None]
@@ -707,7 +711,8 @@ class FusedAccumulator(Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = checkpoint.owned(self._inner.state_dict())
+        self._rule.before_saving()
+        result = checkpoint.steps_on_cpu(checkpoint.owned(self._inner.state_dict()))
         result["fastaccum"] = self.window_state_dict()
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, result)

@@ -70,12 +70,38 @@ def _reasons_against_cuda(info: dict[str, str], device: torch.device) -> list[st
     reasons = []
     if torch.version.cuda is None:
         return ["this torch is not a CUDA build"]
+    module, _ = native_module()
+    if not module.knows_stream():
+        reasons.append("torch's current CUDA stream cannot be asked for (libtorch_cuda.so is not loaded)")
     if toolkit.split(".")[0] != torch.version.cuda.split(".")[0]:
         reasons.append(
             f"the kernels were built with CUDA {toolkit}, torch with {torch.version.cuda}: rebuild fastaccum "
             "with a toolkit of the same major version"
         )
-    return reasons + _reasons_against_gpu(device)
+    reasons += _reasons_against_gpu(device)
+    if not reasons and not _serves(info["cuda_archs"], torch.cuda.get_device_capability(device)):
+        major, minor = torch.cuda.get_device_capability(device)
+        reasons.append(
+            f"the kernels were built for {info['cuda_archs']}, the GPU is {major}.{minor}: rebuild fastaccum "
+            f"with FASTACCUM_CUDA_ARCHS={major}.{minor}"
+        )
+    return reasons
+
+
+def _serves(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for ``8.0;10.0+PTX`` runs on a GPU: the same major version, or made from PTX."""
+    for arch in archs.split(";"):
+        number = arch.removesuffix("+PTX")
+        if number[-1] in "af":  # features of one chip, or of one family: nothing else
+            if f"{capability[0]}.{capability[1]}" == number[:-1]:
+                return True
+            continue
+        major, minor = map(int, number.split("."))
+        if (major == capability[0] and minor <= capability[1]) or (
+            arch.endswith("+PTX") and (major, minor) <= capability
+        ):
+            return True
+    return False
 
 
 def _reasons_against_gpu(device: torch.device) -> list[str]:

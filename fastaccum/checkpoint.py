@@ -32,6 +32,19 @@ def owned(value: Any) -> Any:
     return value
 
 
+def steps_on_cpu(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Step counts as stock has them: on the CPU unless the group is capturable or fused."""
+    state = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for number in group["params"]:
+            step = state.get(number, {}).get("step")
+            if isinstance(step, Tensor) and step.device.type != "cpu":
+                state[number] = {**state[number], "step": step.cpu()}
+    return {**state_dict, "state": state}
+
+
 def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError unless a state_dict has these groups and states of these shapes."""
     for key in ("state", "param_groups"):

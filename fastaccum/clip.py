@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from fastaccum import arguments, backends
 from fastaccum.layout import Layout
-from fastaccum.window import largest
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(numels: tuple[int, ...]) -> tuple[Layout, Tensor, Tensor]:
+def _tables(numels: tuple[int, ...], thread: int) -> tuple[Layout, Tensor, Tensor, Tensor]:
     layout = Layout.of(numels)
     segments = torch.tensor(list(zip(layout.offsets, layout.numels, strict=True)), dtype=torch.int64)
-    return layout, segments.reshape(-1, 2), torch.arange(len(numels))
+    spans = torch.tensor([[0, 0, layout.n_chunks]])
+    return layout, segments.reshape(-1, 2), torch.arange(len(numels)), spans
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor], argument: str) -> list[Tensor]:
@@ -126,13 +127,13 @@ def _permuted(tensor: Tensor) -> Tensor:
 def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
     backend = backends.load(backends.choose("auto", device), device)
-    layout, segments, index = _tables(tuple(t.numel() for t in tensors))
+    layout, segments, index, spans = _tables(tuple(t.numel() for t in tensors), threading.get_ident())
     f64 = {"dtype": torch.float64, "device": device}
     partials = torch.empty(2, layout.n_chunks, **f64)
     scale = None
     if norm_type not in (1.0, 2.0, math.inf):
         backend.norm_(partials, segments, tensors, index, math.inf, None)
-        scale = largest(partials[0]) if layout.n_chunks else torch.ones((), **f64)
+        scale = partials[0].max() if layout.n_chunks else torch.ones((), **f64)
     backend.norm_(partials, segments, tensors, index, norm_type, scale)
     norm = torch.empty((), dtype=torch.float32, device=device)
     norms, factor = torch.empty(1, **f64), torch.empty(1, **f64)
@@ -140,7 +141,7 @@ def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tup
     backend.finish_(
         norm, norms, factor, torch.empty((), dtype=torch.int32, device=device),
         torch.zeros((), dtype=torch.int64, device=device), partials,
-        torch.tensor([[0, 0, layout.n_chunks]]), torch.tensor([max_norm], dtype=torch.float64),
+        spans, torch.tensor([max_norm], dtype=torch.float64),
         one, one, None, None, None, None, None, [], None, norm_type, scale, False,
     )  # fmt: skip
     return norms[0], factor

@@ -80,7 +80,9 @@ def main(argv: list[str]) -> int:
     failed = False
     for device, reasons in backends.explain().items():
         chosen = backends.choose("auto", backends.torch.device(device))
-        print(f"\n{device}: backend 'auto' is {chosen}, for {', '.join(ops.NAMES)}")
+        print(f"\n{device}: backend 'auto' is {chosen}")
+        for op in ops.NAMES:  # a backend has all ops or does not serve the device
+            print(f"  {op:<12} {chosen}")
         for name, against in reasons.items():
             if against:
                 print(f"  {name:<10} no: {'; '.join(against)}")

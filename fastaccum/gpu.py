@@ -8,6 +8,7 @@ first window nothing allocates.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,11 +26,12 @@ from fastaccum.tables import (
     DeviceLayout,
     Groups,
     Pointers,
-    Table,
+    Tables,
     entries,
     host,
     mask,
     spread,
+    version_of,
 )
 
 AMSGRAD = 2  # flag of the hyper-parameter table
@@ -38,10 +40,10 @@ AMSGRAD = 2  # flag of the hyper-parameter table
 class _FinishTables:
     """What stays between windows for one set of outcome tensors."""
 
-    def __init__(self) -> None:
-        self.spans: tuple[Tensor, Tensor] | None = None  # on the host, on the device
+    def __init__(self, tables: Tables) -> None:
+        self.spans: Tensor | None = None  # on the device
         self.group: list[int] = []
-        self.tables: dict[str, Table] = {}
+        self.tables = tables
 
 
 class Backend:
@@ -66,17 +68,20 @@ class Backend:
 
     def _layout(self, segments: Tensor) -> DeviceLayout:
         layout = self._layouts.get(segments)
-        if layout is None or layout.version != segments._version:
+        if layout is None or layout.version != version_of(segments):
             layout = self._layouts[segments] = DeviceLayout(segments, self._device, self._launcher)
         return layout
 
     def _groups_of(self, hyper: Tensor) -> Groups:
         groups = self._groups.get(hyper)
-        if groups is None or groups.version != hyper._version:
+        if groups is None or groups.version != version_of(hyper):
             rows = host(hyper)
             amsgrad = any(int(row[-1]) & AMSGRAD for row in rows)
-            groups = self._groups[hyper] = Groups(rows, hyper._version, amsgrad)
+            groups = self._groups[hyper] = Groups(rows, amsgrad, version_of(hyper))
         return groups
+
+    def _tables(self) -> Tables:
+        return Tables(self._device, self._launcher)
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
         if dtype not in self._nothing:
@@ -127,17 +132,20 @@ class Backend:
                 "a CUDA graph is being captured and a learning rate is a number, which replays would use for "
                 "ever: make lr a tensor on the parameters' device (torch's optimizers take one)"
             )
-        kept = self._finish.get(factor)
+        kept = self._finish.get(spans)
         if kept is None:
-            kept = self._finish[factor] = _FinishTables()
-        if kept.spans is None or kept.spans[0] is not spans:
-            kept.spans = spans, spans.to(self._device, copy=True)
+            kept = self._finish[spans] = _FinishTables(self._tables())
+        if kept.spans is None:
+            # By norm group, so that the kernel need not look for a group's.
+            ordered = sorted(host(spans), key=lambda span: span[0])
+            on_host = torch.tensor(ordered, dtype=torch.int64).view(-1, 3)
+            kept.spans = on_host.to(self._device, copy=True)
         if steps is None:
             steps = self._empty(torch.float32, 0)
             scalars = self._empty(torch.float64, 0, ops.SCALAR_COLUMNS)
         n = steps.numel()
         if len(kept.group) != n:
-            kept.group, kept.tables = [0] * n, {}
+            kept.group = [0] * n
         active: list[int] = []
         if row is not None and group is not None:
             active, of_group = host(row), list(kept.group)
@@ -145,12 +153,12 @@ class Backend:
                 of_group[k] = g
             kept.group = of_group
         counters = Counters(
-            kept.spans[1],
+            kept.spans,
             None if hyper is None else self._groups_of(hyper),
             list(zip(host(lr_groups), lrs, strict=True)) if lrs and lr_groups is not None else [],
             host(max_norm),
             mask(active, n),
-            self._table(kept.tables, "group", n).put(kept.group),
+            kept.tables.put("group", kept.group) if n else self._empty(torch.int64, 0),
             kept.tables,
         )
         out = (norm, group_norms, factor, skip, skipped, steps, scalars, partials)
@@ -166,11 +174,6 @@ class Backend:
             found_inf,
         )
 
-    def _table(self, tables: dict[str, Table], role: str, count: int) -> Table:
-        if role not in tables:
-            tables[role] = Table(count, self._device, self._launcher)
-        return tables[role]
-
     def scale_(
         self, tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor, max_value: float = math.inf
     ) -> None:
@@ -184,10 +187,11 @@ class Backend:
         """See :func:`fastaccum.ops.scale_into_`."""
         if not tensors:
             return
-        layout = self._layout(_segments_of(tuple(t.numel() for t in tensors)))
+        # Another thread's call must not write into the same tables.
+        layout = self._layout(_segments_of(tuple(t.numel() for t in tensors), threading.get_ident()))
         index = host(factor_index)[: layout.n]
         words = [*entries(tensors), *entries(out), *index]
-        table = layout.table("scale", 3).put(words)
+        table = layout.tables.put("scale", words)
         self._launcher.scale(layout, Pointers(table, words), factor.view(-1), float(max_value))
 
     def adam_(
@@ -220,13 +224,13 @@ class Backend:
             spread(entries(t), index, layout.n) if t else [0] * layout.n for t in (params, *states, copies)
         ]
         words = [word for some in (*rows, spread(meta, index, layout.n)) for word in some]
-        table = Pointers(layout.table("update", 6).put(words), words)
+        table = Pointers(layout.tables.put("update", words), words)
         pointers = layout.pointers("grads", grads, index)
         self._launcher.update(op, layout, table, pointers, self._groups_of(hyper), scalars, factor, skip)
 
 
 @lru_cache(maxsize=16)
-def _segments_of(numels: tuple[int, ...]) -> Tensor:
+def _segments_of(numels: tuple[int, ...], thread: int) -> Tensor:
     layout = Layout.of(numels)
     rows = list(zip(layout.offsets, layout.numels, strict=True))
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)

@@ -22,9 +22,8 @@ from fastaccum.tables import (
     DeviceLayout,
     Groups,
     Pointers,
-    Table,
+    Tables,
     Uploader,
-    Words,
     bits,
     entries,
 )
@@ -85,7 +84,12 @@ class Launcher(Uploader, Protocol):
 
 
 def _on_capture(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch asks about the current device's stream
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _tags(words: Sequence[int]) -> set[int]:
@@ -105,7 +109,6 @@ class CudaLauncher:
         self._ops = torch.ops.fastaccum
         # Loads every kernel, too: a first launch inside a graph's capture may not.
         self.limit = int(self._ops.launch_prepare(torch.empty(0, device=device)))
-        self._host: dict[int, Words] = {}
 
     def capturing(self, device: torch.device) -> bool:
         """See Uploader."""
@@ -119,25 +122,12 @@ class CudaLauncher:
         """See Uploader."""
         self._ops.launch_upload(table, pinned)
 
-    def _by_value(
-        self, words: list[int], tables: dict[str, Table], role: str, device: torch.device
-    ) -> Tensor:
-        """Words as a tensor: of the host while they fit into a launch's arguments, else of the device."""
-        if len(words) > self.limit:
-            if role not in tables:
-                tables[role] = Table(len(words), device, self)
-            return tables[role].put(words)
-        # Read before the launcher returns, so one piece of memory per length serves all.
-        if len(words) not in self._host:
-            self._host[len(words)] = Words(len(words))
-        return self._host[len(words)].write(words)
-
     def gather(
         self, layout: DeviceLayout, buffer: Tensor, partials: Tensor | None, fresh: list[int],
         kept: Pointers | None, weight: Tensor | None, kept_weight: Tensor | None, norm_type: float,
     ) -> None:  # fmt: skip
         """See Launcher."""
-        words = self._by_value(fresh, layout.tables, "fresh", buffer.device)
+        words = layout.tables.by_value("fresh", fresh)
         self._ops.launch_gather(
             buffer, partials, layout.strand_segment, layout.segments, words,
             None if kept is None else kept.table, weight, kept_weight, norm_type,
@@ -168,7 +158,7 @@ class CudaLauncher:
         n_groups = 0 if counters.groups is None else len(counters.groups.rows)
         words = [*self._rows(counters.groups, counters.lrs), *bits(counters.limits), *counters.active]
         self._ops.launch_finish(
-            *out, counters.spans, self._by_value(words, counters.tables, "words", device), n_groups, weight,
+            *out, counters.spans, counters.tables.by_value("words", words), n_groups, weight,
             divisor, counters.group, norm_type, scale, skip_nonfinite, found_inf,
         )  # fmt: skip
 
@@ -181,7 +171,7 @@ class CudaLauncher:
         scalars: Tensor, factor: Tensor, skip: Tensor,
     ) -> None:  # fmt: skip
         """See Launcher."""
-        rows = self._by_value(self._rows(groups), groups.tables, "words", factor.device)
+        rows = layout.tables.by_value("groups", self._rows(groups))
         full = groups.amsgrad or _FLOAT64 in table.tags(layout.n) | grads.tags(layout.n)
         getattr(self._ops, f"launch_{op}")(
             layout.strand_segment, layout.segments, table.table, grads.table, rows, scalars, factor, skip,
@@ -199,7 +189,6 @@ class TritonLauncher:
         from fastaccum import kernels
 
         self._kernels, self._device = kernels, device
-        self._tables: dict[str, Table] = {}
         # Kernels are compiled for the dtypes that may occur. What has once been seen stays in, so that a
         # parameter that comes and goes does not compile anew.
         self._seen: dict[tuple[str, int], set[int]] = {}
@@ -217,18 +206,13 @@ class TritonLauncher:
         """See Uploader."""
         table.copy_(pinned, non_blocking=True)
 
-    def _put(self, tables: dict[str, Table], role: str, words: list[int]) -> Tensor:
-        if role not in tables:
-            tables[role] = Table(len(words), self._device, self)
-        return tables[role].put(words)
-
-    def _scalar(self, value: Tensor | None, tables: dict[str, Table], role: str) -> Tensor:
+    def _scalar(self, value: Tensor | None, tables: Tables, role: str) -> Tensor:
         """A float64 scalar on the device."""
         if value is None:
             return self._one
         if value.device == self._device and self._device.type != "cpu":
             return value
-        return self._put(tables, role, bits([float(value)])).view(torch.float64)
+        return tables.put(role, bits([float(value)])).view(torch.float64)
 
     def _options(self, op: str, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
         dtypes = []
@@ -245,7 +229,7 @@ class TritonLauncher:
         """See Launcher."""
         self._kernels.launch_gather(
             buffer, partials, layout.strand_segment, layout.segments,
-            self._put(layout.tables, "fresh", fresh), None if kept is None else kept.table,
+            layout.tables.put("fresh", fresh), None if kept is None else kept.table,
             self._scalar(weight, layout.tables, "weight"),
             self._scalar(kept_weight, layout.tables, "kept_weight"), norm_type,
             **self._options("gather", (fresh, [] if kept is None else kept.words)),
@@ -269,15 +253,15 @@ class TritonLauncher:
         tables = counters.tables
         rows = [] if counters.groups is None else counters.groups.rows
         words = bits([value for row in rows for value in row])
-        hyper = self._put(tables, "hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
+        hyper = tables.put("hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
         lrs = None
         if counters.lrs:
             at = dict(zip([g for g, _ in counters.lrs], entries([lr for _, lr in counters.lrs]), strict=True))
-            lrs = self._put(tables, "lrs", [at.get(g, 0) for g in range(len(rows))])
+            lrs = tables.put("lrs", [at.get(g, 0) for g in range(len(rows))])
         self._kernels.launch_finish(
-            *out, counters.spans, self._put(tables, "limits", bits(counters.limits)).view(torch.float64),
+            *out, counters.spans, tables.put("limits", bits(counters.limits)).view(torch.float64),
             self._scalar(weight, tables, "total"), self._scalar(divisor, tables, "divisor"),
-            self._put(tables, "active", counters.active), counters.group, hyper, norm_type, scale,
+            tables.put("active", counters.active), counters.group, hyper, norm_type, scale,
             skip_nonfinite,
             lrs=lrs, found_inf=found_inf,
         )  # fmt: skip
@@ -298,7 +282,7 @@ class TritonLauncher:
         n = layout.n
         rows = [table.words[i * n : (i + 1) * n] for i in range(5)]
         words = bits([value for row in groups.rows for value in row])
-        hyper = self._put(groups.tables, "hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
+        hyper = layout.tables.put("hyper", words).view(torch.float64).view(-1, ops.HYPER_COLUMNS)
         getattr(self._kernels, f"launch_{op}")(
             layout.strand_segment, layout.segments, table.table.view(6, n), grads.table, hyper, scalars,
             factor, skip,

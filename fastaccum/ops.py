@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,24 @@ def _segments(segments: Tensor) -> None:
     _table(segments, "segments", torch.int64, "[n, 2] (offset, numel)")
     if segments.dim() != 2 or segments.shape[1] != 2:
         raise ValueError(f"segments must have shape [n, 2] (offset, numel), got {list(segments.shape)}")
+
+
+def _below(table: Tensor, argument: str, end: int) -> None:
+    """Raises unless a table on the CPU holds numbers of ``range(end)`` only."""
+    if torch.compiler.is_compiling():
+        return  # no reading of values while tracing; the native code checks them again
+    if table.device.type != "cpu":
+        raise ValueError(f"{argument} must be on the CPU, got {table.device}")
+    for i, value in enumerate(table.tolist()):
+        if not 0 <= value < end:
+            raise ValueError(f"{argument}[{i}] must be at least 0 and below {end}, got {value}")
+
+
+def _beside(device: torch.device, **tensors: Tensor | None) -> None:
+    """Raises unless all are on one device."""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{argument} must be on {device}, got {tensor.device}")
 
 
 def _fits(tensors: Sequence[Tensor], index: Tensor, segments: Tensor, argument: str) -> None:
@@ -287,7 +306,7 @@ def norm_(
         index: int64 ``[len(tensors)]``, ascending.
         norm_type: any p > 0, or inf.
         scale: 0-d float64, for p other than 1, 2, inf: ``|x / scale|^p`` is summed, so that no power
-            overflows; pass the largest magnitude.
+            overflows; pass the largest magnitude. 0, inf and NaN count as 1.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has changed.
@@ -348,6 +367,17 @@ def _check_finish(
         raise ValueError(f"spans must have shape [m, 3], got {list(spans.shape)}")
     if partials.dim() != 2 or partials.shape[0] != 2:
         raise ValueError(f"partials must have shape [2, n_chunks], got {list(partials.shape)}")
+    _beside(
+        norm.device, group_norms=group_norms, factor=factor, skip=skip, skipped=skipped, partials=partials,
+        steps=steps, scalars=scalars, found_inf=found_inf,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        for i, (g, begin, end) in enumerate(spans.tolist()):
+            if not (0 <= g < max_norm.numel() and 0 <= begin <= end <= partials.shape[1]):
+                raise ValueError(
+                    f"spans[{i}] must be (a norm group below {max_norm.numel()}, first chunk, end chunk of "
+                    f"{partials.shape[1]}), got {(g, begin, end)}"
+                )
     _counters(steps, scalars, row, group, hyper, lrs, lr_groups)
 
 
@@ -472,6 +502,7 @@ def _counters(
                 raise ValueError(
                     f"lrs[{i}] must be one float32 or float64 element, got {lr.dtype} {list(lr.shape)}"
                 )
+        _below(lr_groups[: len(lrs)], "lr_groups", len(hyper))  # type: ignore[index,arg-type]
 
 
 def _update_tables(
@@ -490,6 +521,8 @@ def _update_tables(
     for name, table in (("group", group), ("row", row)):
         if len(table) < count:
             raise ValueError(f"{name} must have an entry for each of the {count} parameters")
+    _below(group[:count], "group", len(hyper))
+    _below(row[:count], "row", len(scalars))
 
 
 # ------------------------------------------------------------------------------------------ scale
@@ -502,8 +535,8 @@ _define(
 
 def _check_scale(tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor, max_value: float) -> None:
     _scale_tables(factor, max_value)
-    _list(tensors, "tensors")
-    _check_factor_index(factor_index, tensors)
+    _list(tensors, "tensors", factor.device)
+    _check_factor_index(factor_index, tensors, factor)
 
 
 def scale_(
@@ -536,11 +569,11 @@ def _check_scale_into(
     out: Sequence[Tensor], tensors: Sequence[Tensor], factor: Tensor, factor_index: Tensor, max_value: float
 ) -> None:
     _scale_tables(factor, max_value)
-    _list(out, "out")
-    _list(tensors, "tensors")
+    _list(out, "out", factor.device)
+    _list(tensors, "tensors", factor.device)
     if [t.numel() for t in out] != [t.numel() for t in tensors]:
         raise ValueError("out and tensors must hold as many tensors, of as many elements each")
-    _check_factor_index(factor_index, tensors)
+    _check_factor_index(factor_index, tensors, factor)
 
 
 def scale_into_(
@@ -573,10 +606,11 @@ def _factor_index(factor_index: Tensor | None, tensors: Sequence[Tensor]) -> Ten
     return torch.zeros(len(tensors), dtype=torch.int64) if factor_index is None else factor_index
 
 
-def _check_factor_index(factor_index: Tensor, tensors: Sequence[Tensor]) -> None:
+def _check_factor_index(factor_index: Tensor, tensors: Sequence[Tensor], factor: Tensor) -> None:
     _table(factor_index, "factor_index", torch.int64, "[len(tensors)]")
     if factor_index.numel() < len(tensors):
         raise ValueError(f"factor_index must name a factor for each of the {len(tensors)} tensors")
+    _below(factor_index[: len(tensors)], "factor_index", factor.numel())
 
 
 def _scale_tables(factor: Tensor, max_value: float) -> None:
@@ -617,9 +651,11 @@ def _check_adam(
     states = [("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)]
     if len(max_exp_avg_sqs):
         states.append(("max_exp_avg_sqs", max_exp_avg_sqs))
-    _update_lists(params, copies, grads, states, segments, index)
-    _update_tables(len(params), group, row, hyper, scalars, skip)
     _table(factor, "factor", torch.float64, "[n_groups]")
+    _update_lists(params, copies, grads, states, segments, index, factor.device)
+    _update_tables(len(params), group, row, hyper, scalars, skip)
+    _beside(factor.device, scalars=scalars, skip=skip)
+    _check_options({AMSGRAD: ("max_exp_avg_sqs", max_exp_avg_sqs)}, group[: len(params)], hyper, factor)
 
 
 def adam_(
@@ -701,9 +737,11 @@ def _check_sgd(
     skip: Tensor,
 ) -> None:
     states = [("momentum_buffers", momentum_buffers)] if len(momentum_buffers) else []
-    _update_lists(params, copies, grads, states, segments, index)
-    _update_tables(len(params), group, row, hyper, scalars, skip)
     _table(factor, "factor", torch.float64, "[n_groups]")
+    _update_lists(params, copies, grads, states, segments, index, factor.device)
+    _update_tables(len(params), group, row, hyper, scalars, skip)
+    _beside(factor.device, scalars=scalars, skip=skip)
+    _check_options({MOMENTUM: ("momentum_buffers", momentum_buffers)}, group[: len(params)], hyper, factor)
 
 
 def sgd_(
@@ -752,6 +790,26 @@ def sgd_(
     _bump([*params, *copies])
 
 
+# What a group may ask for: a flag of the last column, and a column that is not 0.
+AMSGRAD, MOMENTUM = 2, "momentum"
+
+
+def _check_options(
+    needs: dict[Any, tuple[str, Sequence[Tensor]]], group: Tensor, hyper: Tensor, factor: Tensor
+) -> None:
+    """Raises where a group's norm group is out of range, or what its options need was not given."""
+    if torch.compiler.is_compiling():
+        return
+    rows = hyper.tolist()
+    for g in set(group.tolist()):
+        if not 0 <= rows[g][8] < factor.numel():
+            raise ValueError(f"hyper[{g}]'s norm group must be below {factor.numel()}, got {rows[g][8]:g}")
+        for option, (argument, tensors) in needs.items():
+            wanted = rows[g][5] != 0 if option == MOMENTUM else int(rows[g][9]) & option
+            if wanted and not len(tensors):
+                raise ValueError(f"{argument} must be given for hyper[{g}], got none")
+
+
 def _update_lists(
     params: Sequence[Tensor],
     copies: Sequence[Tensor],
@@ -759,10 +817,10 @@ def _update_lists(
     states: Sequence[tuple[str, Sequence[Tensor]]],
     segments: Tensor,
     index: Tensor,
+    device: torch.device,
 ) -> None:
     _segments(segments)
-    _list(params, "params")
-    device = params[0].device if len(params) else None
+    _list(params, "params", device)
     written = [("copies", copies)] if len(copies) else []
     for name, tensors in (("grads", grads), *states, *written):
         _list(tensors, name, device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastaccum.updates import Counters
-from fastaccum.window import Window, largest
+from fastaccum.window import Window
 
 _NO_COUNTERS = (None, None, None, None, None, [], None)
 
@@ -35,6 +35,10 @@ class Outcome:
         self._divisor = torch.ones((), dtype=torch.float64)
         self._total = torch.ones((), dtype=torch.float64)
         self._limits = torch.zeros(0, dtype=torch.float64)
+        self._one = torch.ones((), dtype=torch.float64)
+        self._no_limit = torch.full((1,), math.inf, dtype=torch.float64)
+        self._quotient: Tensor | None = None
+        self._scratch: tuple[Tensor, ...] | None = None  # outputs of the finish_ that finds a maximum
         self._limits_key: list[float] = []
         self.lay_out([], 1)
 
@@ -53,6 +57,7 @@ class Outcome:
     def lay_out(self, spans: Sequence[tuple[int, int, int]], n_norm_groups: int) -> None:
         """Takes a new layout's norm groups over."""
         self._spans = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3)
+        self._whole: Tensor | None = None  # a span over all chunks
         self.group_norms = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
         self.factor = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
 
@@ -60,6 +65,30 @@ class Outcome:
         """The window holds no gradient: norm 0, no update."""
         self.norm.zero_()
         self.skip.fill_(1)
+
+    def _divided(self, a: float | Tensor, b: float | Tensor) -> Tensor:
+        """The quotient, on the device."""
+        if self._quotient is None:
+            self._quotient = torch.ones((), dtype=torch.float64, device=self.device)
+        # In place: a window allocates nothing.
+        self._quotient.copy_(a) if isinstance(a, Tensor) else self._quotient.fill_(a)
+        return self._quotient.div_(b)
+
+    def _largest(self, backend: SimpleNamespace, partials: Tensor) -> Tensor:
+        """The largest magnitude, from the maxima of all chunks; always in the same memory."""
+        if self._scratch is None:
+            device, double = self.device, {"dtype": torch.float64, "device": self.device}
+            self._scratch = (
+                torch.zeros((), device=device), torch.zeros(1, **double), torch.zeros(1, **double),
+                torch.zeros((), dtype=torch.int32, device=device),
+                torch.zeros((), dtype=torch.int64, device=device),
+            )  # fmt: skip
+        if self._whole is None:
+            self._whole = torch.tensor([[0, 0, partials.shape[1]]])
+        one, limit = self._one, self._no_limit
+        tables = (partials, self._whole, limit, one, one)
+        backend.finish_(*self._scratch, *tables, *_NO_COUNTERS, math.inf, None, False)
+        return self._scratch[1][0]
 
     def decide(
         self,
@@ -87,10 +116,14 @@ class Outcome:
             # |x / max|^p cannot overflow: the largest magnitude first.
             window.has_partials = False
             window.sum_norm(backend, math.inf)
-            scale = largest(window.partials[0]) if window.partials.numel() else None
+            scale = self._largest(backend, window.partials)
             window.has_partials = False
         window.sum_norm(backend, norm_type, scale)
-        total, divisor = window.total, divisor / window.sum_weight
+        total = window.total
+        if isinstance(divisor, Tensor) or isinstance(window.sum_weight, Tensor):
+            divisor = self._divided(divisor, window.sum_weight)
+        else:
+            divisor = divisor / window.sum_weight
         if limits != self._limits_key:
             self._limits_key = list(limits)
             self._limits = torch.tensor(self._limits_key, dtype=torch.float64)

@@ -57,6 +57,11 @@ def selects_nothing(items: float | Tensor) -> bool:
     return not isinstance(items, Tensor) and items == 0.0
 
 
+def current_stream(grad: Tensor) -> Any:
+    """The stream that has made a gradient whose hook runs now; None on a CPU."""
+    return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
+
+
 class Pending:
     """The pending micro-batch of one wrapper.
 
@@ -221,6 +226,10 @@ class Pending:
         with torch.no_grad():
             grad = slot.taken(param.grad)
             param.grad = None
+            stream = current_stream(grad)
+            if self.taken and stream != self._stream and owner.accumulation_steps > 1:
+                self.add_taken()  # a bucket is added on the stream that has made its gradients
+            self._stream = stream
             self.taken.append((slot, grad))
             self._taken_numbers.add(slot.number)
             self._taken_bytes += grad.numel() * grad.element_size()
@@ -241,8 +250,14 @@ class Pending:
             return
         kind, items = self.weight or ("plain", 1.0)
         if not selects_nothing(items):
-            owner = self._owner()
-            owner._add(self.taken, items if kind == "weight" else 1.0)
+            owner, factor = self._owner(), items if kind == "weight" else 1.0
+            current = current_stream(self.taken[0][1])
+            if current == self._stream:
+                owner._add(self.taken, factor)
+            else:
+                with torch.cuda.stream(self._stream):
+                    owner._add(self.taken, factor)
+                current.wait_stream(self._stream)
         self.added = True
         self._empty_bucket()
 
@@ -250,3 +265,4 @@ class Pending:
         self.taken: list[Entry] = []
         self._taken_numbers: set[int] = set()
         self._taken_bytes = 0
+        self._stream: Any = None  # on which the gradients in ``taken`` were made, on a GPU

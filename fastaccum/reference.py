@@ -40,6 +40,11 @@ def _value(scalar: Tensor | None, default: float = 1.0) -> float:
     return default if scalar is None else scalar.item()
 
 
+def _usable_scale(largest: float) -> float:
+    """What powers are divided by: neither 0 nor what makes inf / inf of itself."""
+    return largest if 0.0 < largest < math.inf else 1.0
+
+
 def _square_root(x: Tensor) -> Tensor:
     """The nearest float to the root.
 
@@ -153,7 +158,7 @@ def norm_(
 ) -> None:
     """partials[0, c] = sum of |x|^p over chunk c, in strand order."""
     flat, n_chunks = _flat_double(segments, tensors, index)
-    _reduce_chunks(partials, flat, n_chunks, norm_type, _value(scale) or 1.0)
+    _reduce_chunks(partials, flat, n_chunks, norm_type, _usable_scale(_value(scale)))
 
 
 def finish_(
@@ -181,7 +186,7 @@ def finish_(
 ) -> None:
     """Norm, clip factor and skip of a finished window; step counters and bias corrections."""
     divide = (1.0 / divisor).item()  # inf for a divisor of 0, where Python would raise
-    power_scale = _value(scale) or 1.0
+    power_scale = _usable_scale(_value(scale))
 
     def total(group: int) -> Tensor:
         chunks = [partials[0, b:e] for g, b, e in spans.tolist() if g == group]
@@ -208,7 +213,7 @@ def finish_(
         factor[g] = clip * divide
     empty = not weight.item() > 0.0
     found = any(bool(partials[1, b:e].any()) for _, b, e in spans.tolist())
-    bad = skip_nonfinite and found
+    bad = skip_nonfinite and (found or weight.item() == math.inf)
     if found_inf is not None:
         bad = bad or bool(found_inf)
         found_inf.fill_(1.0 if found or bool(found_inf) else 0.0)

@@ -57,7 +57,7 @@ class Slot:
                 f"the gradient of parameter {self.number} has shape {list(grad.shape)}, the parameter has "
                 f"{list(self.param.shape)}"
             )
-        return self.ordered(grad)
+        return self.ordered(grad.resolve_neg())  # kernels see memory, not the bit that flips its sign
 
     def empty(self) -> Tensor:
         """An uninitialised tensor like the parameter, in this slot's memory order."""
@@ -94,6 +94,7 @@ class Plan:
         slots: in layout order: by norm group, then by number.
         layout: their offsets.
         first_chunk: where this plan's chunks start among all plans' chunks.
+        first_segment: where its segments start among all plans'.
         segments: int64 ``[n, 2]``.
         all_index: int64 ``[n]``: 0, 1, 2, …
         numbers: int64 ``[n]``: the slots' numbers.
@@ -105,6 +106,7 @@ class Plan:
     slots: list[Slot]
     layout: Layout
     first_chunk: int
+    first_segment: int
     segments: Tensor
     all_index: Tensor
     numbers: Tensor
@@ -159,6 +161,7 @@ def make_plans(
                 members,
                 layout,
                 chunks,
+                sum(len(plan.slots) for plan in plans),
                 torch.tensor(list(zip(layout.offsets, layout.numels, strict=True)), dtype=torch.int64),
                 torch.arange(len(members)),
                 torch.tensor([s.number for s in members], dtype=torch.int64),

@@ -61,6 +61,10 @@ class Words:
         return self.tensor
 
 
+# Slots of rings that are gone while a copy from them was still on its way: their memory is not free yet.
+_parked: list[tuple[Tensor, Any]] = []
+
+
 class Ring:
     """Pinned memory for uploads: a slot is written again only when its copy has run.
 
@@ -68,7 +72,7 @@ class Ring:
     A busy slot is passed over; when all are busy the ring grows, and never waits.
     """
 
-    SLOTS = 4
+    SLOTS = 16  # the host may be that many uploads ahead of the device
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
@@ -80,8 +84,14 @@ class Ring:
         pinned = torch.empty(self._count, dtype=torch.int64, pin_memory=on_gpu)
         return pinned, torch.cuda.Event() if on_gpu else None
 
+    def __del__(self) -> None:
+        """Keeps what may still be read: this may run in a capture, where no event can be asked."""
+        _parked.extend(slot for slot in getattr(self, "_slots", ()) if slot[1] is not None)
+
     def upload(self, words: Sequence[int], copy: Callable[[Tensor], None]) -> None:
-        """Puts the words into a free slot and copies it."""
+        """Puts the words into a free slot and copies it. Never in a capture."""
+        for slot in [slot for slot in _parked if slot[1].query()]:
+            _parked.remove(slot)
         for i in range(len(self._slots)):
             at = (self._next + i) % len(self._slots)
             event = self._slots[at][1]
@@ -94,57 +104,116 @@ class Ring:
         pinned, event = self._slots[at]
         pinned.copy_(torch.frombuffer(array.array("q", words), dtype=torch.int64))
         copy(pinned)
-        if event is not None:
-            event.record()
+        if event is not None:  # on the tables' device, which need not be the current one
+            if self._device.type == "cuda":
+                event.record(torch.cuda.current_stream(self._device))
+            else:
+                event.record()
 
 
 class Table:
-    """A table of words on the device and what the host last put there."""
+    """A table of words on the device and what the host last put there.
+
+    Attributes:
+        in_graph: a captured graph reads it, so its words must stay as they are.
+    """
 
     def __init__(self, count: int, device: torch.device, uploader: Uploader) -> None:
         self.tensor = torch.empty(count, dtype=torch.int64, device=device)
+        self.in_graph = False
         self._uploader = uploader
         self._words: list[int] | None = None
         self._host: Words | None = None
         self._ring: Ring | None = None
-        self._captured = False
 
     def holds(self, words: Sequence[int]) -> bool:
         """Whether the device has these words for sure."""
-        return self._words == words and not self._captured
+        return self._words == words
 
-    def put(self, words: list[int]) -> Tensor:
-        """Brings the words to the device if it does not have them; returns the table.
-
-        In a graph's capture they are always stored, by value: replays need them whatever the table holds
-        then. What a table holds is not known any more once a graph that stores into it exists.
-        """
-        capturing = self._uploader.capturing(self.tensor.device)
-        if self.holds(words) and not capturing:
-            return self.tensor
-        if not words:
-            return self.tensor
+    def put(self, words: list[int]) -> None:
+        """Brings the words to the device."""
         if len(words) <= self._uploader.limit:
             if self._host is None:
                 self._host = Words(len(words))
             self._uploader.store(self.tensor, self._host.write(words))
-        elif capturing:
-            raise RuntimeError(
-                f"a table of {len(words)} words cannot be uploaded while a CUDA graph is being captured, "
-                f"only one of up to {self._uploader.limit} can (with the CUDA kernels, where they are built)"
-            )
-        else:
+        elif words:
             if self._ring is None:
                 self._ring = Ring(len(words), self.tensor.device)
             self._ring.upload(words, functools.partial(self._uploader.upload, self.tensor))
-        self._captured = self._captured or capturing
         self._words = words
-        return self.tensor
+
+    def capture(self, words: list[int]) -> None:
+        """Has the graph that is being captured store the words; the device gets them when it is replayed.
+
+        By value, in as many launches as it takes: a captured copy would read the host's memory again at
+        every replay, whatever it holds then.
+        """
+        limit = self._uploader.limit
+        if not limit:
+            raise RuntimeError(
+                "the Triton kernels read pointers from tables, and a table cannot be uploaded while a CUDA "
+                "graph is being captured. Capture with the CUDA kernels (backend='native'), or with "
+                "gradients that lie where they lay in the window before"
+            )
+        for first in range(0, len(words), limit):
+            piece = words[first : first + limit]
+            kept = Words(len(piece))
+            self._uploader.store(self.tensor[first : first + limit], kept.write(piece))
+        self._words, self.in_graph = None, True
+
+
+class Tables:
+    """The tables of one owner, by role, made at their first use.
+
+    An owner's words are its own: another thread's training must not write into what this one passes.
+    """
+
+    def __init__(self, device: torch.device, uploader: Uploader) -> None:
+        self._device, self._uploader = device, uploader
+        self._tables: dict[str, Table] = {}
+        self._words: dict[str, Words] = {}
+        self._of_graphs: list[Tensor] = []
+
+    def put(self, role: str, words: list[int]) -> Tensor:
+        """The words on the device.
+
+        A table that a graph reads is not written any more: other words go into a new one.
+        """
+        table, capturing = self._tables.get(role), self._uploader.capturing(self._device)
+        if table is not None and table.holds(words):
+            table.in_graph = table.in_graph or capturing
+            return table.tensor
+        if table is not None and (table.in_graph or capturing):
+            self._of_graphs.append(table.tensor)  # it must live as long as the graph may
+        if table is None or table.in_graph or capturing or table.tensor.numel() != len(words):
+            table = self._tables[role] = Table(len(words), self._device, self._uploader)
+        table.capture(words) if capturing else table.put(words)
+        return table.tensor
+
+    def by_value(self, role: str, words: list[int]) -> Tensor:
+        """The words as a tensor: of the host while they fit into a launch's arguments, else of the device."""
+        if len(words) > self._uploader.limit:
+            return self.put(role, words)
+        known = self._words.get(role)
+        if known is None or known.tensor.numel() != len(words):
+            known = self._words[role] = Words(len(words))
+        return known.write(words)
+
+    def holder(self, words: Sequence[int]) -> str | None:
+        """A role whose table has these words for sure."""
+        return next((role for role, table in self._tables.items() if table.holds(words)), None)
 
 
 def host(table: Tensor) -> list[int]:
-    """A table that lives on the CPU as numbers; no device is read."""
+    """A table that lives on the CPU as numbers."""
+    if table.device.type != "cpu":
+        raise AssertionError(f"a host table lies on {table.device}: reading it would wait for the device")
     return table.tolist()
+
+
+def version_of(tensor: Tensor) -> int:
+    """What changes when a tensor is written; inference tensors do not tell."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def entries(tensors: Sequence[Tensor]) -> list[int]:
@@ -202,23 +271,13 @@ class DeviceLayout:
         )
         self.strand_segment = on_host.to(device, copy=True)
         self.segments = segments.to(device, copy=True)
-        self.version = segments._version
-        self._device, self._uploader = device, uploader
-        self.tables: dict[str, Table] = {}
-
-    def table(self, role: str, rows: int = 1) -> Table:
-        """The table of that role."""
-        if role not in self.tables:
-            self.tables[role] = Table(rows * self.n, self._device, self._uploader)
-        return self.tables[role]
+        self.version = version_of(segments)
+        self.tables = Tables(device, uploader)
 
     def pointers(self, role: str, tensors: Sequence[Tensor], index: Tensor) -> Pointers:
-        """A table of one tensor per segment, uploaded unless one of the two roles has it already."""
+        """A table of one tensor per segment, uploaded unless some role has it already."""
         words = spread(entries(tensors), index, self.n)
-        for known in ("kept", "grads"):
-            if known != role and known in self.tables and self.tables[known].holds(words):
-                role = known
-        return Pointers(self.table(role).put(words), words)
+        return Pointers(self.tables.put(self.tables.holder(words) or role, words), words)
 
 
 @dataclasses.dataclass
@@ -228,13 +287,12 @@ class Groups:
     Attributes:
         rows: of the table, as numbers.
         amsgrad: some group wants it.
-        table: holds the words on the device if they are too many to travel by value.
+        version: of the tensor that they were read from.
     """
 
     rows: list[list[float]]
-    version: int
     amsgrad: bool
-    tables: dict[str, Table] = dataclasses.field(default_factory=dict)
+    version: int
 
 
 @dataclasses.dataclass
@@ -244,10 +302,11 @@ class Counters:
     Attributes:
         spans: int64 ``[m, 3]`` on the device.
         groups: of the parameters, or None where there are none.
-        lr_words: ``(group, entry)`` of learning rates that lie on the device, and those tensors.
+        lrs: ``(group, tensor)`` of learning rates that lie on the device.
         limits: ``max_norm`` of each norm group.
         active: bit mask over the slots.
         group: int64 ``[n_slots]`` on the device: rows of the hyper-parameters.
+        tables: for its launch.
     """
 
     spans: Tensor
@@ -256,7 +315,7 @@ class Counters:
     limits: list[float]
     active: list[int]
     group: Tensor
-    tables: dict[str, Table]
+    tables: Tables
 
 
 def bits(values: Sequence[float]) -> list[int]:

@@ -15,11 +15,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import ops
-from fastaccum.layout import CHUNK
 from fastaccum.slots import Slot
-from fastaccum.window import Finished
+from fastaccum.window import NOTHING, Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
+_LR_DTYPES = (torch.float32, torch.float64)  # of learning rates that kernels read
 
 
 def rule_for(optimizer: Optimizer) -> FusedRule | GenericRule:
@@ -41,52 +41,6 @@ class Counters(NamedTuple):
     hyper: Tensor
     lrs: list[Tensor]
     lr_groups: Tensor
-
-
-class Selection:
-    """The parameters that a window updates, in one index space over all plans: one update serves them all.
-
-    Attributes:
-        slots: the parameters.
-        segments: int64 ``[n, 2]``.
-        index: int64 ``[len(slots)]``: the slots' segments.
-        group: their parameter groups.
-        row: their numbers.
-    """
-
-    def __init__(self, finished: Finished) -> None:
-        """Joins the plans' parts, each plan's chunks where the norm's are."""
-        self._parts = [(plan, index) for plan, _, _, index in finished]
-        self.slots: list[Slot] = []
-        segments: list[Tensor] = []
-        indices: list[Tensor] = []
-        groups: list[Tensor] = []
-        rows: list[Tensor] = []
-        before = 0
-        for plan, places, _, index in finished:
-            whole = len(places) == len(plan.slots)
-            self.slots += plan.slots if whole else [plan.slots[k] for k in places]
-            rows.append(plan.numbers if whole else plan.numbers[index])
-            groups.append(plan.groups if whole else plan.groups[index])
-            start = torch.tensor([plan.first_chunk * CHUNK, 0])
-            segments.append(plan.segments + start if len(finished) > 1 else plan.segments)
-            indices.append(index + before if before else index)
-            before += len(plan.slots)
-        self.segments, self.index = _joined(segments), _joined(indices)
-        self.group, self.row = _joined(groups), _joined(rows)
-
-    def serves(self, finished: Finished) -> bool:
-        """Whether a window has gradients for the same parameters."""
-        return len(finished) == len(self._parts) and all(
-            plan is mine and index is places
-            for (plan, _, _, index), (mine, places) in zip(finished, self._parts, strict=True)
-        )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    if not parts:
-        return torch.zeros(0, dtype=torch.int64)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Numbers:
@@ -123,8 +77,8 @@ class FusedRule:
         self._lr_groups = torch.zeros(0, dtype=torch.int64)
         self._lr_of: list[int] = []  # the same as numbers
         self._numbers = Numbers()
-        self._seen: list[list[Tensor]] = []
-        self._selected = Selection([])
+        self._seen: list[tuple[list[Tensor], list[int]]] = []
+        self._selected = NOTHING.selection
         self._ready: tuple[list[list[Tensor]], list[Tensor]] = ([], [])  # states, gradients
         self._made: list[Tensor] = []  # parameters whose state prepare() has made
 
@@ -147,7 +101,7 @@ class FusedRule:
         self.steps = torch.zeros(len(slots), device=device)
         self.scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64, device=device)
         self._seen = []
-        self._selected, self._ready = Selection([]), ([], [])
+        self._selected, self._ready = NOTHING.selection, ([], [])
 
     def make_state(self, slots: Sequence[Slot]) -> None:
         """Creates the state of parameters without a step, as if they were about to be updated."""
@@ -159,7 +113,9 @@ class FusedRule:
             return
         device = self.steps.device
         lrs = [(i, g["lr"]) for i, g in enumerate(self.optimizer.param_groups) if isinstance(g["lr"], Tensor)]
-        lrs = [(i, lr) for i, lr in lrs if lr.device == device]
+        # Other dtypes are read by the host, as a CPU tensor is.
+        here = [lr.device == device and lr.numel() == 1 and lr.dtype in _LR_DTYPES for _, lr in lrs]
+        lrs = [pair for pair, yes in zip(lrs, here, strict=True) if yes]
         if [i for i, _ in lrs] != self._lr_of:
             self._lr_of = [i for i, _ in lrs]
             self._lr_groups = torch.tensor(self._lr_of, dtype=torch.int64)
@@ -206,15 +162,16 @@ class FusedRule:
         """
         self._find_lr_tensors(backend.synchronous)
         hyper = self.hyper(max_value, norm_group_of)
-        if not self._selected.serves(finished):
-            self._selected = Selection(finished)
-        chosen, state = self._selected, self.optimizer.state
+        chosen = self._selected = finished.selection
+        state = self.optimizer.state
         self._made = []
         if len(state) < len(self.steps):
             self._made = [slot.param for slot in chosen.slots if slot.param not in state]
-        grads = finished[0][2] if len(finished) == 1 else [grad for part in finished for grad in part[2]]
-        self._ready = self._states(chosen.slots), grads
+        self._ready = self._states(chosen.slots), finished.grads
         return Counters(self.steps, self.scalars, chosen.row, chosen.group, hyper, self._lrs, self._lr_groups)
+
+    def before_saving(self) -> None:
+        """Brings the inner optimizer's state into the form that stock PyTorch would save."""
 
     def cancel(self) -> None:
         """The window is skipped after all: state that was made for it goes again."""
@@ -242,8 +199,11 @@ class FusedRule:
 
         Returns whether it had to look: only when a tensor is not the one seen in the last window.
         """
-        if len(lists) == len(self._seen) and all(
-            len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, self._seen, strict=True)
+        # The address too: `state.data = ...` changes it under the same tensor object.
+        seen = [(tensors, list(map(Tensor.data_ptr, tensors))) for tensors in lists]
+        if len(seen) == len(self._seen) and all(
+            now == then and len(a) == len(b) and all(map(is_, a, b))
+            for (a, now), (b, then) in zip(seen, self._seen, strict=True)
         ):
             return False
         for tensors in lists:
@@ -253,8 +213,14 @@ class FusedRule:
                         f"optimizer state of parameter {slot.number} has shape {list(tensor.shape)}, the "
                         f"parameter has {list(slot.param.shape)}: load the state of the same model"
                     )
+                if tensor.device != slot.param.device or tensor.dtype not in ops.DTYPES:
+                    raise RuntimeError(
+                        f"optimizer state of parameter {slot.number} is {tensor.dtype} on {tensor.device}, "
+                        f"the parameter is on {slot.param.device}: state must be float32, bfloat16, float16 "
+                        "or float64 beside its parameter (load it again after moving the model)"
+                    )
                 tensors[i] = slot.ordered(tensor)
-        self._seen = lists
+        self._seen = [(tensors, list(map(Tensor.data_ptr, tensors))) for tensors in lists]
         return True
 
 
@@ -336,6 +302,19 @@ class SgdRule(FusedRule):
         """See the base class."""
         super().resize(slots)
         self._known: dict[int, Tensor] = {}  # momentum buffers whose counter is right
+        self._params = {slot.number: slot.param for slot in slots}
+
+    def before_saving(self) -> None:
+        """Drops momentum buffers of parameters that were never updated.
+
+        Where the device decides whether to skip, a buffer is made before. Stock has none then, and takes
+        one that it finds for a later step's.
+        """
+        steps = self.steps.tolist()
+        for number, buffer in list(self._known.items()):
+            param = self._params[number]
+            if self.optimizer.state.get(param, {}).get("momentum_buffer") is buffer and not steps[number]:
+                del self.optimizer.state[param], self._known[number]
 
     def _row(self, group: dict[str, Any]) -> tuple[float, ...]:
         flags = MAXIMIZE * bool(group["maximize"]) + NESTEROV * bool(group["nesterov"])
@@ -380,7 +359,7 @@ class GenericRule:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._slots: Sequence[Slot] = ()
-        self._ready: tuple[Finished, float, Sequence[int]] = ([], math.inf, ())
+        self._ready: tuple[Finished, float, Sequence[int]] = (NOTHING, math.inf, ())
 
     def resize(self, slots: Sequence[Slot]) -> None:
         """Takes a new list of slots over."""
@@ -400,14 +379,17 @@ class GenericRule:
         """Remembers the window; the inner optimizer counts its own steps."""
         self._ready = (finished, math.inf if max_value is None else max_value, norm_group_of)
 
+    def before_saving(self) -> None:
+        """The inner optimizer's state is its own."""
+
     def cancel(self) -> None:
         """The window is skipped after all."""
-        self._ready = ([], math.inf, ())
+        self._ready = (NOTHING, math.inf, ())
 
     def update(self, backend: SimpleNamespace, factor: Tensor, skip: Tensor) -> None:
         """Writes ``.grad``, steps unless the window is skipped, and clears ``.grad``."""
         finished, limit, norm_group_of = self._ready
-        self._ready = ([], math.inf, ())
+        self._ready = (NOTHING, math.inf, ())
         if bool(skip):
             return
         # At a flush, a micro-batch may still be pending in .grad: it must come through untouched.
@@ -415,7 +397,7 @@ class GenericRule:
         try:
             for param, _ in pending:
                 param.grad = None
-            for plan, places, grads, _ in finished:
+            for plan, places, grads, _ in finished.parts:
                 slots = [plan.slots[k] for k in places]
                 # float32 for a 16-bit parameter whose grad_dtype says so
                 dtypes = [getattr(s.param, "grad_dtype", None) or s.param.dtype for s in slots]

@@ -6,21 +6,80 @@ overwrites. The window knows gradients and their weights; it does not know optim
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from operator import gt
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastaccum.layout import CHUNK
 from fastaccum.slots import Plan, Slot
 from fastaccum.tables import host
 
 Entry = tuple[Slot, Tensor]  # a gradient in its slot's memory order
-# Per plan: (plan, places in it, sums in memory order, the places as a tensor).
-Finished = list[tuple[Plan, Sequence[int], list[Tensor], Tensor]]
+# (plan, places in it, sums in memory order, the places as a tensor)
+Part = tuple[Plan, Sequence[int], list[Tensor], Tensor]
+
+
+class Selection:
+    """The parameters that a window updates, in one index space over all plans: one launch serves them all.
+
+    Attributes:
+        slots: the parameters.
+        segments: int64 ``[n, 2]``.
+        index: int64 ``[len(slots)]``: the slots' segments.
+        group: their parameter groups.
+        row: their numbers.
+    """
+
+    def __init__(self, parts: Sequence[Part], segments: Tensor) -> None:
+        """Joins the plans' parts; ``segments`` are those of all plans."""
+        self._parts = [(plan, index) for plan, _, _, index in parts]
+        self.slots: list[Slot] = []
+        indices: list[Tensor] = []
+        groups: list[Tensor] = []
+        rows: list[Tensor] = []
+        for plan, places, _, index in parts:
+            whole = len(places) == len(plan.slots)
+            self.slots += plan.slots if whole else [plan.slots[k] for k in places]
+            rows.append(plan.numbers if whole else plan.numbers[index])
+            groups.append(plan.groups if whole else plan.groups[index])
+            indices.append(index + plan.first_segment if plan.first_segment else index)
+        self.segments, self.index = segments, _joined(indices)
+        self.group, self.row = _joined(groups), _joined(rows)
+
+    def serves(self, parts: Sequence[Part]) -> bool:
+        """Whether these are gradients of the same parameters."""
+        return len(parts) == len(self._parts) and all(
+            plan is mine and index is places
+            for (plan, _, _, index), (mine, places) in zip(parts, self._parts, strict=True)
+        )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if not parts:
+        return torch.zeros(0, dtype=torch.int64)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Finished(NamedTuple):
+    """A closed window's sums.
+
+    Attributes:
+        parts: per plan with gradients.
+        selection: their parameters.
+        grads: the same sums over all plans.
+    """
+
+    parts: list[Part]
+    selection: Selection
+    grads: list[Tensor]
+
+
+NOTHING = Finished([], Selection([], torch.zeros(0, 2, dtype=torch.int64)), [])
 
 
 class FlatBuffer:
@@ -56,6 +115,8 @@ class Window:
         self._device_total: Tensor | None = None  # memory for a total that the host does not know
         self.has_partials = False  # the last add has summed the norm
         self._in_buffers = False  # some buffer's `present` has a 1
+        self._segments = NOTHING.selection.segments
+        self._selection = NOTHING.selection  # of the last window that was closed
         # Factors of an add, on the host: they travel by value.
         self._weight, self._kept_weight = _scalar(1.0), _scalar(1.0)
 
@@ -67,6 +128,11 @@ class Window:
         kept = {id(self._slot(n).param): grad for n, grad in self.kept.items()}
         held = {id(slot.param): slot.shaped(view) for slot, view in self._buffered()}
         self.plans = plans
+        # Of all plans: a launch over it writes every chunk.
+        self._segments = NOTHING.selection.segments
+        if plans:
+            shifted = [p.segments + torch.tensor([p.first_chunk * CHUNK, 0]) for p in plans[1:]]
+            self._segments = torch.cat([plans[0].segments, *shifted]) if shifted else plans[0].segments
         self.partials = torch.zeros(2, n_chunks, dtype=torch.float64, device=device)
         self.position = {
             slot.number: (i, k) for i, plan in enumerate(plans) for k, slot in enumerate(plan.slots)
@@ -136,7 +202,8 @@ class Window:
             self.kept = {slot.number: grad for slot, grad in entries}
             self._kept_tables = self._by_plan(entries)
             self.kept_weight = weight
-            upload = getattr(backend, "keep", None)
+            # Where the window closes with them, they go into the tables of its last launches instead.
+            upload = getattr(backend, "keep", None) if not partials else None
             for plan, (grads, index) in zip(self.plans, self._kept_tables if upload else (), strict=False):
                 upload(plan.segments, grads, index)
             return
@@ -190,8 +257,15 @@ class Window:
     # ----------------------------------------------------------------------------------- closing
 
     def finished(self) -> Finished:
-        """Per plan with gradients: (plan, places, sums in memory order, index)."""
-        result: Finished = []
+        """What the window holds."""
+        parts = self._parts()
+        if not self._selection.serves(parts):
+            self._selection = Selection(parts, self._segments)
+        grads = parts[0][2] if len(parts) == 1 else [grad for part in parts for grad in part[2]]
+        return Finished(parts, self._selection, grads)
+
+    def _parts(self) -> list[Part]:
+        result: list[Part] = []
         if self.kept:
             for plan, (grads, index) in zip(self.plans, self._kept_by_plan(), strict=True):
                 if grads:
@@ -211,10 +285,9 @@ class Window:
         """Fills ``partials`` if the last add has not."""
         if self.has_partials:
             return
-        tables = {id(plan): (grads, index) for plan, _, grads, index in self.finished()}
-        for plan in self.plans:
-            grads, index = tables.get(id(plan), ([], plan.all_index))
-            backend.norm_(self._partials(plan), plan.segments, grads, index, norm_type, scale)
+        finished = self.finished()
+        chosen = finished.selection
+        backend.norm_(self.partials, chosen.segments, finished.grads, chosen.index, norm_type, scale)
         self.has_partials = True
 
     def count(self, items: float | Tensor) -> None:
@@ -284,12 +357,6 @@ class Window:
             "kept": sum(g.untyped_storage().nbytes() for g in self.kept.values()),
             "partials": self.partials.numel() * self.partials.element_size(),
         }
-
-
-def largest(maxima: Tensor) -> Tensor:
-    """What to divide by before taking powers; 1 where an inf would make inf / inf of itself."""
-    scale = maxima.max()
-    return torch.where(scale == math.inf, torch.ones_like(scale), scale)
 
 
 def _factor(weight: float | Tensor, memory: Tensor) -> Tensor | None:

@@ -141,7 +141,7 @@ def finish_kernel(
     unit = unity
     if NORM == POWER:
         unit = tl.load(scale)
-        unit = tl.where(unit == 0.0, 1.0, unit)
+        unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
     joined = tl.full((), 0.0, tl.float64)
     flagged = tl.full((), 0, tl.int32)
     wanted = n_groups * 0
@@ -158,7 +158,8 @@ def finish_kernel(
         tl.store(factor + wanted, clip * divide)
         wanted += 1
     empty = tl.where(tl.load(weight) > 0.0, 0, 1)
-    bad = tl.where((flagged != 0) & (skip_nonfinite != 0), 1, 0)
+    unbounded = tl.where(tl.load(weight) == float("inf"), 1, 0)
+    bad = tl.where(((flagged | unbounded) != 0) & (skip_nonfinite != 0), 1, 0)
     if FOUND:
         told = tl.where(tl.load(found_inf) != 0.0, 1, 0)
         tl.store(found_inf, tl.where((told != 0) | (flagged != 0), 1.0, 0.0))

@@ -70,7 +70,7 @@ def norm_kernel(
     unit = power
     if NORM == POWER:
         unit = tl.load(scale)
-        unit = tl.where(unit == 0.0, 1.0, unit)
+        unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
     sums = tl.zeros((STRANDS, LANES), tl.float64)
     bad = tl.zeros((STRANDS, LANES), tl.int32)
     if UNROLLED:
@@ -105,7 +105,7 @@ def launch_norm(
         segments: int64 ``[n, 2]`` of offset and numel.
         pointers: int64 ``[n]`` pointer entries; segments without one count as 0.
         norm_type: any p > 0, or inf.
-        scale: float64 0-d on the device, or None; 0 counts as 1.
+        scale: float64 0-d on the device, or None; 0, inf and NaN count as 1.
         dtypes: the tags that may occur in ``pointers``, as a sequence of one; None is all of them.
         aligned: every address in the entries is a multiple of 16.
     """

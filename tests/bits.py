@@ -107,7 +107,8 @@ def count_steps(steps: Tensor, scalars: Tensor, row: Tensor, group: Tensor, hype
     double = {"dtype": torch.float64}
     one, infinite = torch.ones((), **double), torch.full((1,), math.inf, **double)
     ops.finish_(
-        torch.zeros(()), torch.zeros(1, **double), torch.zeros(1, **double), torch.zeros((), dtype=torch.int32),
-        torch.zeros((), dtype=torch.int64), torch.zeros(2, 0, **double), torch.zeros(0, 3, dtype=torch.int64),
+        torch.zeros(()), torch.zeros(1, **double), torch.zeros(1, **double),
+        torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int64),
+        torch.zeros(2, 0, **double), torch.zeros(0, 3, dtype=torch.int64),
         infinite, one, one, steps=steps, scalars=scalars, row=row, group=group, hyper=hyper,
     )  # fmt: skip

@@ -648,6 +648,7 @@ FINISH = (
     Variant("negative divisor", {"max_norm": (0.5, 1e9), "divisor": -3.0}),
     Variant("3-norm", {"max_norm": (0.5, 2.0), "norm_type": 3.0, "scale": 40.0}, exact=False),
     Variant("total weight 0", {"weight": 0.0, "divisor": 0.0}),
+    Variant("total weight infinite", {"weight": INF, "divisor": INF}),
     Variant("NaN", {"planted": math.nan, "max_norm": (0.5, INF)}),
     Variant("NaN, inf-norm", {"planted": math.nan, "max_norm": (0.5, INF), "norm_type": INF}),
     Variant("infinite", {"planted": INF, "max_norm": (0.5, INF)}),

@@ -10,16 +10,17 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastaccum import accumulator, pending, updates, window
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
-ALLOCATES = {
-    *("empty", "zeros", "ones", "full", "rand", "randn", "arange", "scalar_tensor", "tensor"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided", "new_empty", "new_zeros"),
-    *("clone", "_to_copy", "copy_", "lift_fresh", "lift_fresh_copy", "cat", "stack"),
+# What a steady window may dispatch: our launches, writes into tensors that are there, and views. A list of
+# what may not be would miss `a / b`, which allocates and launches as well.
+STEADY = {
+    *("fill_", "zero_", "index_fill_", "add_", "div_", "copy_", "set_"),
+    *("detach", "view", "alias", "slice", "select", "as_strided", "unsqueeze", "permute", "t", "transpose"),
+    *("unbind", "expand", "reshape", "_unsafe_view", "view_as_real", "unfold", "narrow", "unflatten"),
 }
 
 
@@ -28,19 +29,32 @@ class Forbidden(AssertionError):
 
 
 class Forbid(TorchDispatchMode):
-    """Raises at an op whose name is in ``names``, unless within :func:`allowed`."""
+    """Raises at a host read, or with ``steady`` at what is not in STEADY, unless within :func:`allowed`."""
 
     exempt = 0
 
-    def __init__(self, names: set[str]) -> None:
+    steady = False  # from the second window on
+
+    def __init__(self, besides: set[str]) -> None:
         super().__init__()
-        self.names = names
+        self.besides = besides
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in self.names and not Forbid.exempt:
+        ours = func.namespace == "fastaccum"
+        wrong = name not in STEADY | self.besides and not ours if Forbid.steady else name in READS
+        if wrong and not Forbid.exempt:
             raise Forbidden(f"{func} inside the accumulator")
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def steady() -> Iterator[None]:
+    Forbid.steady = True
+    try:
+        yield
+    finally:
+        Forbid.steady = False
 
 
 @contextlib.contextmanager
@@ -61,8 +75,10 @@ def _exempt(function):
     return wrapper
 
 
-def watch(monkeypatch, names: set[str] = READS) -> None:
-    """From now on ``step()``, ``flush()`` and the hooks may not dispatch those ops.
+def watch(monkeypatch, besides: set[str] = frozenset()) -> None:
+    """From now on ``step()``, ``flush()`` and the hooks may not read a value.
+
+    While ``Forbid.steady`` is set they may dispatch nothing but STEADY and ``besides``, either.
 
     What is exempt: the reference backend, the user's own code (closures, hooks), ``nonfinite="error"`` and
     ``stepped``, whose purpose is to tell the host, the generic path, gradients that must be copied to be
@@ -77,7 +93,7 @@ def watch(monkeypatch, names: set[str] = READS) -> None:
             options = options or getattr(owner, "_options", {})
             if options.get("nonfinite") == "error" or options.get("backend") == "reference":
                 return function(self, *args, **kwargs)
-            with Forbid(names):
+            with Forbid(besides):
                 return function(self, *args, **kwargs)
 
         return wrapper
@@ -94,11 +110,3 @@ def watch(monkeypatch, names: set[str] = READS) -> None:
     monkeypatch.setattr(updates.GenericRule, "update", _exempt(updates.GenericRule.update))
     monkeypatch.setattr(accumulator, "own", _exempt(window.own))
     monkeypatch.setattr(updates.Numbers, "of", _exempt(updates.Numbers.of))
-
-
-def steady() -> set[str]:
-    """What may not be dispatched from the second window on."""
-    return READS | ALLOCATES
-
-
-assert torch.ops.aten.empty.memory_format.overloadpacket.__name__ in ALLOCATES

@@ -123,7 +123,10 @@ def test_import_is_light():
 
 # Files on the way of step(), flush() and the hooks, and where a host read may stand in them.
 ON_THE_WAY = "accumulator arrivals gpu launchers outcome pending roster slots tables updates window".split()
-HOST_READS = {("tables", "host"), ("tables", "bits")}  # numbers that live on the CPU
+HOST_READS = {
+    *(("tables", "host"), ("tables", "bits")),  # numbers that live on the CPU
+    ("updates", "before_saving"),  # of state_dict()
+}
 
 
 @pytest.mark.parametrize("name", ON_THE_WAY)

@@ -182,7 +182,8 @@ void finish(const FinishArgs& args) {
   *args.norm = empty ? 0.0f : static_cast<float>(norm);
   const bool told = args.found_inf != nullptr && *args.found_inf != 0.0f;
   const bool found = (args.skip_nonfinite || args.found_inf != nullptr) && any_bad(args);
-  const bool bad = !empty && (told || (args.skip_nonfinite && found));
+  const bool unbounded = args.weight > 1.7976931348623157e308;  // a weight on the device may be anything
+  const bool bad = !empty && (told || (args.skip_nonfinite && (found || unbounded)));
   if (args.found_inf != nullptr) *args.found_inf = told || found ? 1.0f : 0.0f;
   *args.skip = (empty || bad) ? 1 : 0;
   if (bad) *args.skipped += 1;
