@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint, groups, pending
+from fastaccum import arguments, backends, checkpoint, groups, pending, scaling
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.roster import Roster, unique_params
@@ -71,11 +71,16 @@ class FusedAccumulator(Optimizer):
         nonfinite: what to do when the finished gradient holds inf or NaN: ``"skip"`` the update and
             count it, ``"propagate"`` as stock PyTorch does, or raise an ``"error"`` before anything
             changes (this one waits for the device).
-        nonfinite_micro_batch: ``"keep"``; ``"drop"`` is not supported yet.
+        nonfinite_micro_batch: ``"drop"`` looks at each micro-batch before it is added and leaves one that
+            is not finite out, with its weight (4 [2] bytes more are read per element); not with
+            ``take="backward"``. ``"keep"`` does not look.
         accumulate_dtype: dtype of the buffers; None is float32 for 16- and 32-bit parameters and
             float64 for float64.
-        master_weights: not supported yet.
-        scaler: not supported yet.
+        master_weights: 16-bit parameters are updated as float32 copies, which ``state_dict()`` holds in its
+            ``"fastaccum"`` entry, and written in the same pass; SGD, Adam and AdamW only.
+        scaler: a ``torch.amp.GradScaler`` that this wrapper alone scales with (in ``backward(loss)``) and
+            updates (once per window). Without it the explicit protocol works, called once per micro-batch:
+            ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``.
         process_group: not supported yet.
         shard_optimizer: not supported yet.
         wire_dtype: not supported yet.
@@ -127,9 +132,6 @@ class FusedAccumulator(Optimizer):
             process_group=(process_group, None, synchronise),
             shard_optimizer=(shard_optimizer, False, "leave it False"),
             wire_dtype=(wire_dtype, None, "leave it None"),
-            nonfinite_micro_batch=(nonfinite_micro_batch, "keep", "leave it 'keep'"),
-            master_weights=(master_weights, False, "keep float32 parameters under autocast"),
-            scaler=(scaler, None, "use bfloat16 autocast, which needs no scaler"),
             fuse_weight_gradients=(fuse_weight_gradients, False, "leave it False"),
         )
         options = {
@@ -141,21 +143,30 @@ class FusedAccumulator(Optimizer):
             "take": arguments.choice(take, "take", arguments.TAKES),
             "nonfinite": arguments.choice(nonfinite, "nonfinite", arguments.NONFINITE),
             "accumulate_dtype": arguments.accumulate_dtype(accumulate_dtype),
+            "nonfinite_micro_batch": nonfinite_micro_batch,
+            "master_weights": master_weights,
             "backend": backend,
         }
+        if take == "backward" and nonfinite_micro_batch == "drop":
+            raise ValueError(
+                "nonfinite_micro_batch='drop' needs a whole micro-batch to look at, and take='backward' adds "
+                "its gradients while backward runs: use take='step'"
+            )
+        scaling.check_scaler(scaler)
         if max_norm is not None and max_value is not None:
             raise ValueError(
                 f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
             )
         groups.check_limits(optimizer.param_groups, options["max_value"])
         backends.choose(backend, groups.device_of(optimizer.param_groups))
-        self._start(optimizer, options)
+        self._start(optimizer, options, scaler)
 
-    def _start(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
+    def _start(self, optimizer: Optimizer, options: dict[str, Any], scaler: Any = None) -> None:
         """Everything that a new, copied or unpickled wrapper has in common."""
+        self._scaling = scaling.Scaling(self, scaler)
         self._options = options
         self._inner = optimizer
-        self._rule = rule_for(optimizer)
+        self._rule = rule_for(optimizer, options["master_weights"])
         self._roster = Roster(optimizer, options["accumulate_dtype"])
         self._window = Window()
         self._backends: dict[torch.device, Any] = {}
@@ -328,8 +339,9 @@ class FusedAccumulator(Optimizer):
         self._pending.check_whole()
         before = self._pending.weight
         self._pending.begin_backward(self._given(weight, count), self._weight_kind)
+        self._pending.scaled = True
         try:
-            loss.backward(**kwargs)
+            self._scaling.scaled(loss).backward(**kwargs)
         except BaseException:
             self._pending.weight = before
             raise
@@ -486,10 +498,19 @@ class FusedAccumulator(Optimizer):
         closing = self._micro_step + 1 == self.accumulation_steps
         if closing and (self._micro_step or self._pending.in_window):
             self._lay_out()  # the update needs the parameters as they lie now
+        self._pending.check_scaled(self._scaling.scaler is not None)
+        scale, found_inf = self._scaling.of_micro_batch()
+        if found_inf is not None and self._options["take"] == "backward":
+            raise RuntimeError(
+                "scaler.step(optimizer) came too late with take='backward': the gradients were added while "
+                "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
+            )
         entries, kind, items = self._pending_entries(given, closing)
         if closing:
             self._run_hooks("pre")
-        self._take(entries, kind, items, closing)
+        if found_inf is not None:
+            self._outcome.tell(found_inf)
+        self._take(entries, kind, items, closing, scale)
         self._updated = False
         if closing:
             self._close_window()
@@ -540,13 +561,26 @@ class FusedAccumulator(Optimizer):
     def _may_keep(self) -> bool:
         return self._window.empty and (self._options["take"] == "step" or self.accumulation_steps == 1)
 
-    def _take(self, entries: list[Entry], kind: str | None, items: float | Tensor, closing: bool) -> None:
+    def _take(
+        self,
+        entries: list[Entry],
+        kind: str | None,
+        items: float | Tensor,
+        closing: bool,
+        scale: Tensor | None,
+    ) -> None:
         """Moves the pending micro-batch into the window."""
         entries = self._pending.taken + entries
+        factor: float | Tensor = items if kind == "weight" else 1.0
+        if entries and self._options["nonfinite_micro_batch"] == "drop":
+            good = self._window.finite(self._backend_on(entries[0][1].device), entries)
+            if isinstance(good, Tensor):  # on a GPU: 0 or 1, and a weight of 0 selects nothing
+                factor, items = good * factor, good * items
+            elif not good:
+                entries, items = [], 0.0
         if entries:
             in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
-            factor = items if kind == "weight" else 1.0
-            self._add(entries, factor, keep=self._may_keep(), partials=in_pass)
+            self._add(entries, factor, scale=scale, keep=self._may_keep(), partials=in_pass)
         for param in self._roster.params:
             param.grad = None
         self._pending.clear()
@@ -556,9 +590,16 @@ class FusedAccumulator(Optimizer):
         self._micro_step += 1
 
     def _add(
-        self, entries: list[Entry], factor: float | Tensor, *, keep: bool = False, partials: bool = False
+        self,
+        entries: list[Entry],
+        factor: float | Tensor,
+        *,
+        scale: Tensor | None = None,
+        keep: bool = False,
+        partials: bool = False,
     ) -> None:
         backend = self._backend_on(entries[0][1].device)
+        factor = scaling.unscaled(factor, scale, backend.synchronous)
         norm_type = self._options["norm_type"]
         self._window.add(backend, entries, factor, keep=keep, partials=partials, norm_type=norm_type)
 
@@ -570,6 +611,9 @@ class FusedAccumulator(Optimizer):
         if device not in self._backends:
             self._backends[device] = backends.load(backends.choose(self._options["backend"], device), device)
         return self._backends[device]
+
+    # GradScaler.step() sets `grad_scale` and `found_inf` on an optimizer that says so, instead of unscaling.
+    _step_supports_amp_scaling = True
 
     def _watch_for_misuse(self, had_backward: bool) -> None:
         """Warns once about a loop that still counts by itself, and about a foreign clip."""
@@ -584,7 +628,8 @@ class FusedAccumulator(Optimizer):
                     "the loop calls step() only on every N-th iteration (`if (i + 1) % N == 0`), delete "
                     "that condition: call step() after every backward, the wrapper counts by itself",
                 )
-        if "clipped" not in self._warned:
+        # GradScaler.unscale_ changes gradients in place, and rightly.
+        if "clipped" not in self._warned and "found_inf" not in vars(self):
             if self._pending.arrivals.changed_in_place():
                 self._warn(
                     "clipped",
@@ -630,7 +675,8 @@ class FusedAccumulator(Optimizer):
         # What may be refused comes first: nothing is half done when it raises.
         counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
         norm_type = options["norm_type"]
-        outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters)
+        found = self._scaling.scaler is not None
+        outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters, found)
         if options["nonfinite"] == "error" and bool(outcome.skip):
             outcome.skipped.sub_(1)
             self._rule.cancel()
@@ -647,6 +693,8 @@ class FusedAccumulator(Optimizer):
         self._end_window()
 
     def _end_window(self) -> None:
+        if self._outcome.decided:
+            self._scaling.end_window(self._outcome.found_inf)
         self._reset_window()
         self._updated = True
         # What torch's schedulers look at to see that the optimizer has stepped.
@@ -655,6 +703,7 @@ class FusedAccumulator(Optimizer):
 
     def _reset_window(self) -> None:
         self._window.reset()
+        self._outcome.forget()
         self._micro_step = 0
         self._weight_kind = None
         self._clip_once = None
@@ -743,6 +792,7 @@ class FusedAccumulator(Optimizer):
         # torch's load_state_dict takes tensors over where no conversion is needed: copy them first.
         state_dict["state"] = copy.deepcopy(state_dict["state"])
         self._inner.load_state_dict(state_dict)
+        checkpoint.keep_dtypes(state_dict, self._inner)
         self._drop_window()
         self._replace_slots()
         if entry is not None:
@@ -774,6 +824,8 @@ class FusedAccumulator(Optimizer):
             "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
             "skipped": self._outcome.skipped.clone(),
+            "found_inf": self._outcome.told,
+            "master_weights": self._rule.export_masters(),
         }
 
     def load_window_state_dict(self, entry: dict[str, Any]) -> None:
@@ -792,6 +844,9 @@ class FusedAccumulator(Optimizer):
         self._micro_step = int(entry["micro_step"])
         self._weight_kind = entry["weight_kind"]
         self._outcome.skipped.copy_(entry["skipped"])
+        if entry.get("found_inf"):
+            self._outcome.tell(torch.ones_like(self._outcome.found_inf))
+        self._rule.load_masters(entry.get("master_weights") or {})
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""

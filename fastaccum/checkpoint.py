@@ -32,6 +32,17 @@ def owned(value: Any) -> Any:
     return value
 
 
+def keep_dtypes(state_dict: dict[str, Any], optimizer: Any) -> None:
+    """Puts state of other dtypes than its parameter's back as it was saved: torch has converted it."""
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for key, value in state_dict["state"].get(number, {}).items():
+            loaded = optimizer.state[param].get(key)
+            if key in _MOMENTS and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(loaded.device, copy=True)
+
+
 def steps_on_cpu(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Step counts as stock has them: on the CPU unless the group is capturable or fused."""
     state = dict(state_dict["state"])

@@ -24,6 +24,9 @@ class Outcome:
         factor: float64 ``[n_norm_groups]``: what the window's sum is multiplied by.
         skip: int32 0-d: the update must not happen.
         skipped: int64 0-d: updates skipped for a gradient that was not finite.
+        found_inf: float32 0-d: GradScaler's, summed over the window; 1 after a window that was not finite.
+        told: it was told something in this window.
+        decided: :meth:`decide` has run in this window.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,6 +34,8 @@ class Outcome:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.skip = torch.zeros((), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.told = self.decided = False
         # Known to the host, so they travel by value: a fill on a GPU would be a launch each.
         self._divisor = torch.ones((), dtype=torch.float64)
         self._total = torch.ones((), dtype=torch.float64)
@@ -60,6 +65,17 @@ class Outcome:
         self._whole: Tensor | None = None  # a span over all chunks
         self.group_norms = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
         self.factor = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
+
+    def tell(self, found_inf: Tensor) -> None:
+        """A micro-batch's found_inf: the window's update must not happen if it is not 0."""
+        self.told = True
+        self.found_inf.add_(found_inf.view(()))
+
+    def forget(self) -> None:
+        """The window is over."""
+        if self.told or self.decided:
+            self.found_inf.zero_()
+        self.told = self.decided = False
 
     def nothing(self) -> None:
         """The window holds no gradient: norm 0, no update."""
@@ -99,6 +115,7 @@ class Outcome:
         norm_type: float,
         skip_nonfinite: bool,
         counters: Counters | None,
+        wants_found_inf: bool = False,
     ) -> None:
         """Fills the tensors for a window that holds gradients.
 
@@ -109,6 +126,7 @@ class Outcome:
             limits: max_norm of each norm group; inf does not clip.
             norm_type: p.
             skip_nonfinite: whether a gradient that is not finite skips the update.
+            wants_found_inf: write ``found_inf``, for a scaler of the wrapper's own.
             counters: step counts of the parameters that are about to be updated, if they are ours.
         """
         scale = None
@@ -142,4 +160,6 @@ class Outcome:
             norm_type,
             scale,
             skip_nonfinite,
+            self.found_inf if self.told or wants_found_inf else None,
         )
+        self.decided = True

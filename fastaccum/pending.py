@@ -69,6 +69,7 @@ class Pending:
         arrivals: the hooks and what they have noted.
         weight: what ``backward()`` was given, or None.
         taken: gradients moved out of ``.grad``, not added yet; each parameter once.
+        scaled: ``backward()`` of the wrapper has brought them.
         added: some of the pending gradients are in the window's buffer already.
     """
 
@@ -80,7 +81,7 @@ class Pending:
             take: ``"step"`` or ``"backward"``.
         """
         self.weight: Weight | None = None
-        self.added = False
+        self.added = self.scaled = False
         self._empty_bucket()
         self._tasks: set[int] = set()  # backward calls that have not ended
         self._in_backward = take == "backward"
@@ -108,7 +109,7 @@ class Pending:
         """Forgets the micro-batch; ``.grad`` is the caller's affair."""
         self.arrivals.clear()
         self.weight = None
-        self.added = False
+        self.added = self.scaled = False
         self._tasks.clear()
         self._empty_bucket()
 
@@ -184,6 +185,14 @@ class Pending:
                 "optimizer.zero_grad() on this wrapper to drop a micro-batch, or do not clear .grad"
             )
 
+    def check_scaled(self, own_scaler: bool) -> None:
+        """Raises RuntimeError if gradients arrived without the scale that the wrapper will divide by."""
+        if own_scaler and not self.scaled and (self.arrivals.noted or self.in_window):
+            raise RuntimeError(
+                "with scaler= the loss must go through optimizer.backward(loss), which scales it: "
+                "loss.backward() was called instead. zero_grad() drops the micro-batch"
+            )
+
     def check_whole(self) -> None:
         """Raises RuntimeError if a backward failed after some of its gradients were added."""
         if self.broken:
@@ -251,12 +260,13 @@ class Pending:
         kind, items = self.weight or ("plain", 1.0)
         if not selects_nothing(items):
             owner, factor = self._owner(), items if kind == "weight" else 1.0
+            scale, _ = owner._scaling.of_micro_batch()
             current = current_stream(self.taken[0][1])
             if current == self._stream:
-                owner._add(self.taken, factor)
+                owner._add(self.taken, factor, scale=scale)
             else:
                 with torch.cuda.stream(self._stream):
-                    owner._add(self.taken, factor)
+                    owner._add(self.taken, factor, scale=scale)
                 current.wait_stream(self._stream)
         self.added = True
         self._empty_bucket()

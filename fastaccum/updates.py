@@ -13,21 +13,32 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastaccum import ops
 from fastaccum.slots import Slot
 from fastaccum.window import NOTHING, Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _LR_DTYPES = (torch.float32, torch.float64)  # of learning rates that kernels read
 
 
-def rule_for(optimizer: Optimizer) -> FusedRule | GenericRule:
-    """The fused rule for exactly SGD, Adam and AdamW (a subclass may do anything), else the generic."""
+def rule_for(optimizer: Optimizer, master_weights: bool = False) -> FusedRule | GenericRule:
+    """The fused rule for exactly SGD, Adam and AdamW (a subclass may do anything), else the generic.
+
+    Raises:
+        ValueError: ``master_weights`` with an optimizer that updates its parameters itself.
+    """
     if type(optimizer) in (Adam, AdamW):
-        return AdamRule(optimizer)
+        return AdamRule(optimizer, master_weights)
     if type(optimizer) is SGD:
-        return SgdRule(optimizer)
+        return SgdRule(optimizer, master_weights)
+    if master_weights:
+        raise ValueError(
+            f"master_weights=True works with SGD, Adam and AdamW, not with {type(optimizer).__name__}, "
+            "whose own step() updates the parameters: keep float32 parameters under autocast"
+        )
     return GenericRule(optimizer)
 
 
@@ -59,6 +70,57 @@ class Numbers:
         return known[2]
 
 
+class Masters:
+    """Float32 copies of 16-bit parameters, on which the update runs.
+
+    A parameter that was written by someone else since is taken over, element by element: where a master still
+    rounds to it, the master's lower bits stay.
+    """
+
+    def __init__(self) -> None:
+        self._masters: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # (master, version it was written at)
+
+    def of(self, slot: Slot) -> Tensor:
+        """A parameter's master, up to date."""
+        param = slot.param
+        master, version = self._masters.get(param, (None, -1))
+        if master is None or master.device != param.device or master.shape != param.shape:
+            master = slot.empty().float().copy_(param)
+        elif version != param._version:
+            wide = param.float()
+            master.copy_(torch.where(master.to(param.dtype) == param, master, wide))
+        master = slot.ordered(master)
+        self._masters[param] = (master, param._version)
+        return master
+
+    def targets(self, slots: Sequence[Slot], params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(what the update runs on, what it writes in the same pass)."""
+        if not any(slot.param.dtype in SIXTEEN_BIT for slot in slots):
+            return params, []
+        wide = [self.of(s) if s.param.dtype in SIXTEEN_BIT else p for s, p in zip(slots, params, strict=True)]
+        return wide, params
+
+    def written(self, slots: Sequence[Slot]) -> None:
+        """The parameters hold what their masters round to."""
+        for slot in slots:
+            if slot.param in self._masters:
+                self._masters[slot.param] = (self._masters[slot.param][0], slot.param._version)
+
+    def export(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
+        """Copies, by slot number."""
+        return {s.number: self.of(s).clone() for s in slots if s.param in self._masters}
+
+    def load(self, slots: Sequence[Slot], masters: dict[int, Tensor]) -> None:
+        """Takes copies over."""
+        self._masters = WeakTensorKeyDictionary()
+        for slot in slots:
+            if slot.number in masters:
+                master = slot.ordered(masters[slot.number].to(slot.param.device, torch.float32, copy=True))
+                self._masters[slot.param] = (master, -1)  # compared with the parameter at its next use
+
+
 class FusedRule:
     """Updates parameters and state straight from the window's sums, in one pass.
 
@@ -67,8 +129,10 @@ class FusedRule:
         scalars: float64 ``[n_slots, SCALAR_COLUMNS]``: what ``finish_`` has computed from them.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, master_weights: bool = False) -> None:
         self.optimizer = optimizer
+        self._masters = Masters() if master_weights else None
+        self._all_slots: Sequence[Slot] = ()
         self.steps = torch.zeros(0)
         self._hyper_key: list[tuple[float, ...]] = []
         self._hyper = torch.zeros(0, ops.HYPER_COLUMNS, dtype=torch.float64)
@@ -100,6 +164,7 @@ class FusedRule:
         device = slots[0].param.device if slots else None
         self.steps = torch.zeros(len(slots), device=device)
         self.scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64, device=device)
+        self._all_slots = slots
         self._seen = []
         self._selected, self._ready = NOTHING.selection, ([], [])
 
@@ -170,6 +235,21 @@ class FusedRule:
         self._ready = self._states(chosen.slots), finished.grads
         return Counters(self.steps, self.scalars, chosen.row, chosen.group, hyper, self._lrs, self._lr_groups)
 
+    def _empty_state(self, slot: Slot) -> Tensor:
+        """A state tensor for a slot: in its parameter's dtype as stock has it, float32 beside a master."""
+        if self._masters is not None and slot.param.dtype in SIXTEEN_BIT:
+            return slot.empty().float()
+        return slot.empty()
+
+    def export_masters(self) -> dict[int, Tensor]:
+        """Copies of the float32 masters by slot number."""
+        return {} if self._masters is None else self._masters.export(self._all_slots)
+
+    def load_masters(self, masters: dict[int, Tensor]) -> None:
+        """The reverse."""
+        if self._masters is not None:
+            self._masters.load(self._all_slots, masters)
+
     def before_saving(self) -> None:
         """Brings the inner optimizer's state into the form that stock PyTorch would save."""
 
@@ -187,11 +267,16 @@ class FusedRule:
         targets = list(params)
         for i in scattered:  # elements with gaps between them: update a dense copy, write it back
             targets[i] = params[i].contiguous()
+        written, copies = targets, []
+        if self._masters is not None:
+            targets, copies = self._masters.targets(chosen.slots, targets)
         tables = (chosen.segments, chosen.index, chosen.group, chosen.row, self._hyper, self.scalars)
-        self._apply(backend, targets, states, [], grads, *tables, factor, skip)
+        self._apply(backend, targets, states, copies, grads, *tables, factor, skip)
         for i in scattered:
-            params[i].copy_(targets[i])
+            params[i].copy_(written[i])
         torch.autograd.graph.increment_version(params)
+        if self._masters is not None:
+            self._masters.written(chosen.slots)
         self._ready, self._made = ([], []), []
 
     def _reordered(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> bool:
@@ -259,7 +344,7 @@ class AdamRule(FusedRule):
             # A list has one tensor per parameter; where amsgrad is off it is not looked at.
             for slot, entry in zip(slots, entries, strict=True):
                 if groups[slot.group]["amsgrad"] and "max_exp_avg_sq" not in entry:
-                    entry["max_exp_avg_sq"] = slot.empty().zero_()
+                    entry["max_exp_avg_sq"] = self._empty_state(slot).zero_()
             lists.append([e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries])
         if self._reordered(slots, lists):
             self._store(slots, entries, lists)
@@ -269,8 +354,8 @@ class AdamRule(FusedRule):
         """Makes a parameter's state, or takes over one that was loaded or set by hand."""
         view = self._step_views[slot.number]
         if "exp_avg" not in entry:
-            entry["exp_avg"] = slot.empty().zero_()
-            entry["exp_avg_sq"] = slot.empty().zero_()
+            entry["exp_avg"] = self._empty_state(slot).zero_()
+            entry["exp_avg_sq"] = self._empty_state(slot).zero_()
         step = entry.get("step", 0.0)
         view.copy_(step) if isinstance(step, Tensor) else view.fill_(float(step))
         # Order of keys as stock makes them.
@@ -334,7 +419,7 @@ class SgdRule(FusedRule):
             buffer = entry.get("momentum_buffer")
             if buffer is None:
                 # The first step makes the buffer the gradient; the counter tells the kernel.
-                buffer = slot.empty().zero_()
+                buffer = self._empty_state(slot).zero_()
                 entry["momentum_buffer"] = buffer
                 self.steps[slot.number] = 0.0
             elif self._known.get(slot.number) is not buffer:
@@ -378,6 +463,13 @@ class GenericRule:
     ) -> None:
         """Remembers the window; the inner optimizer counts its own steps."""
         self._ready = (finished, math.inf if max_value is None else max_value, norm_group_of)
+
+    def export_masters(self) -> dict[int, Tensor]:
+        """There are none."""
+        return {}
+
+    def load_masters(self, masters: dict[int, Tensor]) -> None:
+        """There are none."""
 
     def before_saving(self) -> None:
         """The inner optimizer's state is its own."""

@@ -6,6 +6,7 @@ overwrites. The window knows gradients and their weights; it does not know optim
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from operator import gt
@@ -228,6 +229,16 @@ class Window:
         self.kept, self._kept_tables = {}, None
         self._in_buffers = True
         self.has_partials = partials
+
+    def finite(self, backend: SimpleNamespace, entries: Sequence[Entry]) -> bool | Tensor:
+        """Whether gradients are finite; on a GPU as a float64 0-d tensor of 1 or 0."""
+        flags = torch.zeros_like(self.partials)
+        for plan, (grads, index) in zip(self.plans, self._by_plan(entries), strict=True):
+            chunks = flags[:, plan.first_chunk : plan.first_chunk + plan.layout.n_chunks]
+            backend.norm_(chunks, plan.segments, grads, index, math.inf, None)
+        if backend.synchronous:
+            return not bool(flags[1].any())
+        return 1.0 - flags[1].amax()
 
     def _kept_by_plan(self) -> list[tuple[list[Tensor], Tensor]]:
         if self._kept_tables is None:

@@ -1,0 +1,86 @@
+"""Loss scaling for mixed precision: what a micro-batch's gradients were multiplied by, and what was found.
+
+Two protocols. With ``scaler=`` the wrapper scales the loss in ``backward()`` and updates the scaler once per
+window. In the explicit one the loop calls ``scaler.step(wrapper)``, which sets ``grad_scale`` and
+``found_inf`` on the wrapper for the time of its ``step()``; ``grad_scale`` None says that ``unscale_`` has
+divided the gradients already. Either way the division is part of the add's factor and costs no pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+
+_owners: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def check_scaler(scaler: Any) -> GradScaler | None:
+    """Raises TypeError or ValueError unless a scaler can be given to a new wrapper."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+    owner = _owners.get(scaler)
+    if owner is not None and owner() is not None:
+        raise ValueError(
+            "this scaler belongs to another FusedAccumulator, which updates it once per window: leave "
+            "scaler= out and use scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update() "
+            "with both"
+        )
+    return scaler
+
+
+class Scaling:
+    """The loss scale of one wrapper.
+
+    Attributes:
+        scaler: the one given as ``scaler=``, if it is enabled.
+    """
+
+    def __init__(self, owner: Any, scaler: GradScaler | None) -> None:
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._owner = weakref.ref(owner)
+        if scaler is not None:
+            _owners[scaler] = self._owner
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as its backward must see it."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def of_micro_batch(self) -> tuple[Tensor | None, Tensor | None]:
+        """(what the pending gradients were multiplied by, GradScaler's found_inf), None where there is none.
+
+        Raises:
+            RuntimeError: ``scaler.step(wrapper)`` was called where the wrapper steps by itself.
+        """
+        told = vars(self._owner())
+        if "found_inf" not in told:
+            return (None, None) if self.scaler is None else (self.scaler._scale, None)
+        if self.scaler is not None:
+            raise RuntimeError(
+                "scaler.step(optimizer) was called on a FusedAccumulator that has the scaler as scaler=: "
+                "call optimizer.step() alone, or leave scaler= out for the explicit protocol (scaler.scale, "
+                "scaler.step, scaler.update)"
+            )
+        found = told["found_inf"]  # the number 0 where there was no gradient to look at
+        return told.get("grad_scale"), found if isinstance(found, Tensor) else None
+
+    def end_window(self, found_inf: Tensor) -> None:
+        """Grows or shrinks the wrapper's own scale."""
+        if self.scaler is None or self.scaler._scale is None:
+            return
+        state = self.scaler._per_optimizer_states[id(self._owner())]
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        self.scaler.update()
+
+
+def unscaled(factor: float | Tensor, scale: Tensor | None, synchronous: bool) -> float | Tensor:
+    """The factor of an add whose gradients carry a loss scale; on a GPU the scale is not read."""
+    if scale is None:
+        return factor
+    if synchronous and not isinstance(factor, Tensor):
+        return factor / float(scale)
+    return scale.double().reciprocal().view(()) * factor

@@ -1,0 +1,333 @@
+"""GradScaler by both protocols, dropped micro-batches, 16-bit parameters with float32 masters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.amp import GradScaler  # noqa: E402
+
+from fastaccum import FusedAccumulator  # noqa: E402
+
+INF = math.inf
+each_backend = pytest.mark.parametrize("backend", ["native", "reference"])
+
+
+def scaler_of(scale=8.0, **options):
+    return GradScaler("cpu", init_scale=scale, **{"growth_interval": 1000, **options})
+
+
+def parameter(values):
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def explicit(optimizer, scaler, loss, *, unscale=False, update=True):
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    if update:
+        scaler.update()
+
+
+@each_backend
+@pytest.mark.parametrize("unscale", [False, True])
+def test_u05_the_gradient_is_unscaled_once(unscale, backend):
+    p = parameter([0.0, 0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, max_norm=1.0, backend=backend)
+    scaler = scaler_of()
+    for gradient in ([3.0, 0.0], [3.0, 8.0]):
+        explicit(optimizer, scaler, (p * torch.tensor(gradient)).sum(), unscale=unscale)
+    assert optimizer.norm.item() == 5.0
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.6, -0.8]), rtol=1e-6, atol=0)
+    assert not hasattr(optimizer, "grad_scale") and scaler.get_scale() == 8.0
+
+
+@each_backend
+@pytest.mark.parametrize("steps", [1, 2])
+def test_u03_found_inf_alone_stops_the_update(steps, backend):
+    p = parameter([1.0, 1.0])
+    optimizer = FusedAccumulator(torch.optim.AdamW([p], lr=0.1), steps, backend=backend)
+    for i in range(steps):
+        p.grad = torch.ones(2)
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(i == 0))
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    assert optimizer.updated and not optimizer.stepped and optimizer.skipped.item() == 1
+    assert p.tolist() == [1.0, 1.0] and not optimizer.state[p]
+    for _ in range(steps):  # the next window is a new one
+        p.grad = torch.ones(2)
+        optimizer.step()
+    assert optimizer.stepped
+
+
+@each_backend
+def test_a_scale_that_changes_inside_a_window_is_compensated(backend):
+    p = parameter([0.0, 0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 3, backend=backend)
+    scaler = scaler_of(1024.0)
+    for i, gradient in enumerate(([3.0, 0.0], [3.0, 9.0], [0.0, 3.0])):
+        explicit(optimizer, scaler, (p * torch.tensor(gradient)).sum(), update=False)
+        scaler.update(2.0 ** (5 - 3 * i))
+    assert p.tolist() == [-2.0, -4.0]
+
+
+@each_backend
+def test_an_inf_in_one_micro_batch_counts_once_and_shrinks_the_scale(backend):
+    p = parameter([1.0, 1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0, momentum=0.9), 3, backend=backend)
+    scaler = scaler_of(8.0)
+    for i in range(3):
+        explicit(optimizer, scaler, (p * torch.tensor([1.0, INF if i == 1 else 1.0])).sum())
+    assert optimizer.skipped.item() == 1 and p.tolist() == [1.0, 1.0] and scaler.get_scale() == 4.0
+    for _ in range(3):
+        explicit(optimizer, scaler, p.sum())
+    assert p.tolist() == [0.0, 0.0] and optimizer.skipped.item() == 1
+
+
+@each_backend
+@pytest.mark.parametrize("take", ["step", "backward"])
+@pytest.mark.parametrize("how", ["plain", "weight", "count"])
+def test_the_wrappers_own_scaler(take, how, backend):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    twin = copy.deepcopy(model)
+    scaler = scaler_of(2.0**10, growth_interval=2)
+    optimizers = [
+        FusedAccumulator(
+            torch.optim.AdamW(m.parameters(), lr=0.01), 2, max_norm=0.5, take=take, scaler=s, backend=backend
+        )
+        for m, s in ((model, scaler), (twin, None))
+    ]
+    for i in range(8):
+        x = torch.randn(3 + i % 2, 5)
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            loss = m(x).square()
+            loss = loss.sum() if how == "count" else loss.mean()
+            optimizer.backward(loss, **({} if how == "plain" else {how: len(x)}))
+            optimizer.step()
+    assert scaler.get_scale() == 2.0**12  # four windows, two growths
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):  # powers of two: no rounding at all
+        assert torch.equal(a, b)
+    for optimizer in optimizers:
+        assert optimizer.stepped
+
+
+def test_the_own_scale_shrinks_after_a_window_that_is_not_finite():
+    p = parameter([1.0])
+    scaler = scaler_of(8.0)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    for factor in (1.0, INF, 1.0, 1.0):
+        optimizer.backward((p * factor).sum())
+        optimizer.step()
+    assert optimizer.skipped.item() == 1 and p.item() == 0.0 and scaler.get_scale() == 4.0
+
+
+def test_a_scaler_belongs_to_one_wrapper_and_is_updated_by_it_alone():
+    scaler, p, q = scaler_of(), parameter([1.0]), parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), scaler=scaler)
+    with pytest.raises(ValueError, match="belongs to another FusedAccumulator.*scaler.step"):
+        FusedAccumulator(torch.optim.SGD([q], lr=1.0), scaler=scaler)
+    optimizer.backward(p.sum())
+    with pytest.raises(RuntimeError, match="has the scaler as scaler=.*explicit protocol"):
+        scaler.step(optimizer)
+    assert p.item() == 1.0
+    with pytest.raises(TypeError, match="scaler must be a torch.amp.GradScaler"):
+        FusedAccumulator(torch.optim.SGD([q], lr=1.0), scaler=2.0)
+    del optimizer
+    FusedAccumulator(torch.optim.SGD([q], lr=1.0), scaler=scaler)
+
+
+def test_a_backward_beside_the_scaler_is_refused():
+    p = parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), scaler=scaler_of())
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match=r"must go through optimizer.backward\(loss\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(p.sum())
+    optimizer.step()
+    assert p.item() == 0.0
+
+
+def test_a_disabled_scaler_does_nothing():
+    p = parameter([1.0])
+    scaler = GradScaler("cpu", enabled=False)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), scaler=scaler)
+    p.sum().backward()
+    optimizer.step()
+    assert p.item() == 0.0
+    q = parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([q], lr=1.0), 1)
+    explicit(optimizer, scaler, q.sum())
+    assert q.item() == 0.0
+
+
+def test_the_explicit_protocol_needs_take_step():
+    p = parameter([1.0])
+    optimizer, scaler = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, take="backward"), scaler_of()
+    scaler.scale(p.sum()).backward()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    with pytest.raises(RuntimeError, match="too late with take='backward'"):
+        optimizer.step()
+
+
+def test_two_optimizers_on_one_scaler():
+    p, q = parameter([1.0]), parameter([1.0])
+    scaler = scaler_of()
+    ours = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2)
+    stock = torch.optim.SGD([q], lr=0.25)
+    for _ in range(2):
+        scaler.scale((p * q).sum()).backward()
+        scaler.step(ours)
+        scaler.step(stock)
+        scaler.update()
+        stock.zero_grad()
+    assert q.item() == 0.5 and p.item() == pytest.approx(1 - (1.0 + 0.75) / 2)
+
+
+@each_backend
+def test_unscale_is_no_foreign_clip(backend, recwarn):
+    p = parameter([1.0])
+    optimizer, scaler = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, backend=backend), scaler_of()
+    for _ in range(4):
+        explicit(optimizer, scaler, p.sum(), unscale=True)
+    assert not [w for w in recwarn if "changed in place" in str(w.message)]
+
+
+# -------------------------------------------------------------------------------------- micro-batches
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_bad_micro_batch_is_dropped_with_its_weight(bad, at, weighted, backend):
+    p = parameter([0.0, 0.0])
+    optimizer = FusedAccumulator(
+        torch.optim.SGD([p], lr=1.0), 4, nonfinite_micro_batch="drop", backend=backend
+    )
+    total, weights = torch.zeros(2), 0.0
+    for i in range(4):
+        gradient, weight = torch.tensor([1.0 + i, -2.0 * i]), float(i + 1) if weighted else 1.0
+        if i == at:
+            gradient[1] = bad
+        else:
+            total, weights = total + weight * gradient, weights + weight
+        p.grad = gradient
+        optimizer.step(**({"weight": weight} if weighted else {}))
+    assert optimizer.stepped and optimizer.skipped.item() == 0
+    torch.testing.assert_close(p.detach(), -total / weights, rtol=1e-6, atol=0)
+
+
+def test_a_window_of_bad_micro_batches_updates_nothing():
+    p = parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.AdamW([p], lr=1.0), 2, nonfinite_micro_batch="drop")
+    for _ in range(2):
+        p.grad = torch.tensor([math.nan])
+        optimizer.step()
+    assert optimizer.updated and not optimizer.stepped and p.item() == 1.0
+    with pytest.raises(ValueError, match="needs a whole micro-batch"):
+        FusedAccumulator(
+            torch.optim.SGD([parameter([1.0])], lr=1.0), take="backward", nonfinite_micro_batch="drop"
+        )
+
+
+# -------------------------------------------------------------------------------------- master weights
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_masters_train_as_float32_does(dtype, kind, backend):
+    make = {
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+        "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    }[kind]
+    torch.manual_seed(0)
+    start = [torch.randn(40, 30).to(dtype), torch.randn(513).to(dtype), torch.randn(3)]
+    narrow = [torch.nn.Parameter(t.clone()) for t in start]
+    wide = [torch.nn.Parameter(t.float()) for t in start]
+    ours = FusedAccumulator(make(narrow), 2, master_weights=True, max_norm=1.0, backend=backend)
+    truth = FusedAccumulator(make(wide), 2, max_norm=1.0, backend="reference")
+    for _ in range(12):
+        for p, q in zip(narrow, wide, strict=True):
+            gradient = torch.randn(p.shape).to(p.dtype)
+            p.grad, q.grad = gradient, gradient.float()
+        ours.step()
+        truth.step()
+    for p, q in zip(narrow, wide, strict=True):
+        assert torch.equal(p, q.to(p.dtype))
+    assert ours.state[narrow[0]][{"adamw": "exp_avg", "sgd": "momentum_buffer"}[kind]].dtype == torch.float32
+
+
+def test_masters_travel_in_the_checkpoint_and_follow_the_parameter():
+    torch.manual_seed(0)
+    start = torch.randn(600).bfloat16()
+
+    def build():
+        p = torch.nn.Parameter(start.clone())
+        return p, FusedAccumulator(torch.optim.AdamW([p], lr=1e-3), 1, master_weights=True)
+
+    def train(p, optimizer, seed, n=5):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(n):
+            p.grad = torch.randn(600, generator=generator).bfloat16()
+            optimizer.step()
+
+    p, optimizer = build()
+    train(p, optimizer, 1)
+    memory = io.BytesIO()
+    torch.save({"p": p.detach(), "optimizer": optimizer.state_dict()}, memory)
+    memory.seek(0)
+    saved = torch.load(memory, weights_only=True)
+    assert saved["optimizer"]["fastaccum"]["master_weights"][0].dtype == torch.float32
+    train(p, optimizer, 2)
+    q, other = build()
+    with torch.no_grad():
+        q.copy_(saved["p"])
+    other.load_state_dict(saved["optimizer"])
+    train(q, other, 2)
+    assert torch.equal(p, q)
+    masters = optimizer.state_dict()["fastaccum"]["master_weights"][0]
+    assert torch.equal(masters, other.state_dict()["fastaccum"]["master_weights"][0])
+    with torch.no_grad():
+        p[:300] = 7.0  # the user's own write wins; elsewhere the lower bits stay
+    now = optimizer.state_dict()["fastaccum"]["master_weights"][0]
+    assert bool((now[:300] == 7.0).all()) and torch.equal(now[300:], masters[300:])
+
+
+def test_masters_need_a_fused_rule():
+    with pytest.raises(ValueError, match="works with SGD, Adam and AdamW, not with RMSprop"):
+        FusedAccumulator(torch.optim.RMSprop([parameter([1.0])]), master_weights=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    twin = copy.deepcopy(model)
+    scaler, twins_scaler = scaler_of(2.0**8), scaler_of(2.0**8)
+    ours = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 4, max_norm=1.0)
+    stock = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for i in range(8):
+        x, y = torch.randn(6, 16), torch.randint(2, (6,))
+        for m, s, scale in ((model, scaler, 1.0), (twin, twins_scaler, 0.25)):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = torch.nn.functional.cross_entropy(m(x).float(), y) * scale
+            s.scale(loss).backward()
+        scaler.step(ours)
+        scaler.update()
+        if i % 4 == 3:
+            twins_scaler.unscale_(stock)
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+            twins_scaler.step(stock)
+            twins_scaler.update()
+            stock.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
