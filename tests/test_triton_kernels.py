@@ -223,7 +223,8 @@ def test_no_value_that_is_not_finite_gets_lost(dtype):
 
 def test_places_beyond_32_bits():
     # A segment that seems to begin 2^33 elements before the chunk; nothing there is touched.
-    values, far = Maker("cpu", 3).signed(1000, F32), 1 << 33
+    # Of a large tensor: memory that was mapped lies high enough for an address 2^35 bytes below it.
+    values, far = Maker("cpu", 3).signed(1_000_000, F32)[:1000], 1 << 33
     layout = Layout.of([1000])
     strands, _ = tables(layout)
     segments = torch.tensor([[-far, far + 1000]])
