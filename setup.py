@@ -213,7 +213,7 @@ def inspect_toolkit(nvcc, torch):
     targets, words = [], []
     for major, minor, suffix, with_ptx in cuda_archs():
         name = f"{major}{minor}{suffix}"
-        if f"sm_{major}{minor}" not in known:  # which lists no names with a suffix
+        if not {f"sm_{name}", f"sm_{major}{minor}"} & known:  # suffixes may not be listed
             raise CudaError(f"it does not know the GPU {major}.{minor}{suffix}")
         codes = [f"sm_{name}"] + [f"compute_{name}"] * with_ptx
         targets += [f"-gencode=arch=compute_{name},code={code}" for code in codes]

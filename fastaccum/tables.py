@@ -132,11 +132,13 @@ class Table:
 
     def put(self, words: list[int]) -> None:
         """Brings the words to the device."""
-        if len(words) <= self._uploader.limit:
+        if not words:
+            pass
+        elif len(words) <= self._uploader.limit:
             if self._host is None:
                 self._host = Words(len(words))
             self._uploader.store(self.tensor, self._host.write(words))
-        elif words:
+        else:
             if self._ring is None:
                 self._ring = Ring(len(words), self.tensor.device)
             self._ring.upload(words, functools.partial(self._uploader.upload, self.tensor))

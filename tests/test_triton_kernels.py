@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -223,7 +224,9 @@ def test_no_value_that_is_not_finite_gets_lost(dtype):
 
 def test_places_beyond_32_bits():
     # A segment that seems to begin 2^33 elements before the chunk; nothing there is touched.
-    values, far = Maker("cpu", 3).signed(1000, F32), 1 << 33
+    # Mapped memory lies high enough for an address 2^35 bytes below it; the heap need not.
+    values, far = torch.frombuffer(mmap.mmap(-1, 4000), dtype=F32), 1 << 33
+    values.copy_(Maker("cpu", 3).signed(1000, F32))
     layout = Layout.of([1000])
     strands, _ = tables(layout)
     segments = torch.tensor([[-far, far + 1000]])
