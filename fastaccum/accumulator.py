@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint, groups, pending, scaling
+from fastaccum import arguments, backends, checkpoint, groups, observe, pending, scaling
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.roster import Roster, unique_params
@@ -175,6 +175,11 @@ class FusedAccumulator(Optimizer):
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
         self._clip_once: float | None = None
         self._same_backward_calls = 0
+        self._windows = 0  # closed so far
+        self._news: observe.Arrived | None = None
+        self._noise: observe.NoiseScale | None = None
+        self._tracks_norms = False
+        self._parameter_norms: dict[Tensor, Tensor] = {}
         self._warned: set[str] = set()
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -304,6 +309,64 @@ class FusedAccumulator(Optimizer):
             raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
         unclosed = (self._pending.weight or ("plain", 1.0))[1] if self._pending.added else 0.0
         return self._window.gradient(slot, self._divide_by(unclosed))
+
+    def track(self, *, parameter_norms: bool = False, noise_scale: bool = False) -> None:
+        """Chooses what is measured besides, from the next window on.
+
+        Args:
+            parameter_norms: norms per parameter and per group (:attr:`parameter_norms`,
+                :attr:`group_norms`); a pass over the finished gradient.
+            noise_scale: the gradient noise scale, in :meth:`stats`; a pass over each micro-batch's gradients.
+                Not with ``take="backward"``, which has no micro-batch to look at.
+        """
+        if noise_scale and self._options["take"] == "backward":
+            raise ValueError("noise_scale=True needs whole micro-batches: use take='step'")
+        self._tracks_norms = arguments.boolean(parameter_norms, "parameter_norms")
+        if not arguments.boolean(noise_scale, "noise_scale"):
+            self._noise = None
+        elif self._noise is None:
+            self._noise = observe.NoiseScale(self._outcome.device)
+
+    @property
+    def parameter_norms(self) -> dict[Tensor, Tensor]:
+        """The last window's norm per parameter before clipping, float64; see :meth:`track`."""
+        return dict(self._parameter_norms)
+
+    @property
+    def group_norms(self) -> dict[int, Tensor]:
+        """The last window's norm per parameter group before clipping, float64; see :meth:`track`."""
+        slots = [slot for slot in self._roster.slots if slot.param in self._parameter_norms]
+        norms = [self._parameter_norms[slot.param] for slot in slots]
+        return observe.group_norms(slots, norms, self._options["norm_type"])
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for a logger, of the last window whose numbers have arrived; never waits for a GPU.
+
+        Returns:
+            ``window``: how many windows were closed when the numbers were taken; ``norm``: before
+            clipping; ``skipped``: updates skipped so far. With ``track(noise_scale=True)`` also
+            ``noise_scale``, in micro-batches (this one reads the device), and
+            ``recommended_accumulation_steps``: the smallest window that is not below it.
+        """
+        if self._news is None or self._news.device != self._outcome.device:
+            self._news = observe.Arrived(self._outcome.device)
+            self._news.send(self._outcome.numbers(), self._windows)
+        self._news.receive()
+        norm, skipped = self._news.values or (math.nan, math.nan)
+        result = {"window": self._news.window, "norm": norm, "skipped": skipped}
+        if self._noise is not None:
+            value = self._noise.value
+            result["noise_scale"] = value
+            result["recommended_accumulation_steps"] = (
+                float(max(1, math.ceil(value))) if math.isfinite(value) else value
+            )
+        return result
+
+    def log(self, writer: Any, step: int | None = None, prefix: str = "fastaccum/") -> None:
+        """Writes :meth:`stats` with ``writer.add_scalar(name, value, step)``, as TensorBoard's has it."""
+        for name, value in self.stats().items():
+            if name != "window":
+                writer.add_scalar(prefix + name, value, self._windows if step is None else step)
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
@@ -578,6 +641,11 @@ class FusedAccumulator(Optimizer):
                 factor, items = good * factor, good * items
             elif not good:
                 entries, items = [], 0.0
+        if entries and self._noise is not None:
+            divisor = items if kind == "count" else 1.0
+            backend = self._backend_on(entries[0][1].device)
+            one = scaling.unscaled(1.0, scale, backend.synchronous)
+            self._noise.micro_batch([grad for _, grad in entries], divisor / one)
         if entries:
             in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
             self._add(entries, factor, scale=scale, keep=self._may_keep(), partials=in_pass)
@@ -642,6 +710,15 @@ class FusedAccumulator(Optimizer):
         self._warned.add(key)
         warnings.warn(message, UserWarning, stacklevel=6)
 
+    def _warn_of_skips(self) -> None:
+        # A scaler that searches its scale skips updates as a matter of course.
+        if "skipped" not in self._warned and self._scaling.scaler is None and not self._outcome.told:
+            self._warn(
+                "skipped",
+                "an update was skipped: the window's gradient holds inf or NaN. `skipped` counts such "
+                "windows, nonfinite='error' stops at the first, and this warning comes once",
+            )
+
     def _divide_by(self, unclosed: float | Tensor = 0.0) -> float | Tensor:
         """What the window's sum is divided by; ``unclosed`` is weight that was added but not closed."""
         if self._options["reduction"] == "sum":
@@ -685,14 +762,26 @@ class FusedAccumulator(Optimizer):
                 "parameters and optimizer state are unchanged and the window is still open. Look for the "
                 "cause, then discard() the window, or use nonfinite='skip'"
             )
+        if self._tracks_norms:
+            # `factor` holds the clip as well; the sums lack their weight and the division.
+            scale = window.sum_weight / divisor
+            norms = observe.parameter_norms(finished.grads, scale, norm_type)
+            params = [slot.param for slot in finished.selection.slots]
+            self._parameter_norms = dict(zip(params, norms, strict=True))
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
             self._rule.cancel()
+            self._warn_of_skips()
         else:
             self._rule.update(backend, outcome.factor, outcome.skip)
         self._end_window()
 
     def _end_window(self) -> None:
+        self._windows += 1
+        if self._noise is not None:
+            self._noise.window(self._outcome.norm)
+        if self._news is not None:
+            self._news.send(self._outcome.numbers(), self._windows)
         if self._outcome.decided:
             self._scaling.end_window(self._outcome.found_inf)
         self._reset_window()

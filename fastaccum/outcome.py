@@ -43,6 +43,7 @@ class Outcome:
         self._one = torch.ones((), dtype=torch.float64)
         self._no_limit = torch.full((1,), math.inf, dtype=torch.float64)
         self._quotient: Tensor | None = None
+        self._numbers: Tensor | None = None
         self._scratch: tuple[Tensor, ...] | None = None  # outputs of the finish_ that finds a maximum
         self._limits_key: list[float] = []
         self.lay_out([], 1)
@@ -70,6 +71,14 @@ class Outcome:
         """A micro-batch's found_inf: the window's update must not happen if it is not 0."""
         self.told = True
         self.found_inf.add_(found_inf.view(()))
+
+    def numbers(self) -> Tensor:
+        """Norm and number of skipped updates, float64 ``[2]``, always in the same memory."""
+        if self._numbers is None:
+            self._numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._numbers[0].copy_(self.norm)
+        self._numbers[1].copy_(self.skipped)
+        return self._numbers
 
     def forget(self) -> None:
         """The window is over."""

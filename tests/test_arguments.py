@@ -111,9 +111,6 @@ def test_flags_are_bools(name, value):
         ("process_group", object()),
         ("shard_optimizer", True),
         ("wire_dtype", torch.bfloat16),
-        ("nonfinite_micro_batch", "drop"),
-        ("master_weights", True),
-        ("scaler", torch.amp.GradScaler("cpu")),
         ("fuse_weight_gradients", True),
     ],
 )

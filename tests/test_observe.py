@@ -1,0 +1,127 @@
+"""stats(), log(), norms per parameter and group, the noise scale, the warning of skipped updates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fastaccum import FusedAccumulator  # noqa: E402
+
+
+def parameter(values):
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def feed(optimizer, param, *gradients, **kwargs):
+    for gradient in gradients:
+        param.grad = torch.tensor(gradient)
+        optimizer.step(**kwargs)
+
+
+def test_stats_and_log():
+    p = parameter([1.0, 1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 2)
+    assert optimizer.stats() == {"window": 0, "norm": 0.0, "skipped": 0.0}
+    feed(optimizer, p, [3.0, 0.0], [3.0, 8.0])
+    assert optimizer.stats() == {"window": 1, "norm": 5.0, "skipped": 0.0}
+    with pytest.warns(UserWarning, match="an update was skipped: .*holds inf or NaN"):
+        feed(optimizer, p, [3.0, 0.0], [math.nan, 8.0])
+    stats = optimizer.stats()
+    assert math.isnan(stats["norm"]) and (stats["window"], stats["skipped"]) == (2, 1.0)
+    written = []
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+    optimizer.log(Writer())
+    optimizer.log(Writer(), step=70, prefix="")
+    assert written == [("fastaccum/norm", 2), ("fastaccum/skipped", 2), ("norm", 70), ("skipped", 70)]
+
+
+def test_the_warning_of_skips_comes_once(recwarn):
+    p = parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 1)
+    feed(optimizer, p, [math.inf], [1.0], [math.nan])
+    assert len([w for w in recwarn if "skipped" in str(w.message)]) == 1
+    propagating = FusedAccumulator(torch.optim.SGD([q := parameter([1.0])], lr=0.1), 1, nonfinite="propagate")
+    feed(propagating, q, [math.nan])
+    assert len([w for w in recwarn if "skipped" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_norms_per_parameter_and_group(norm_type, steps):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n)) for n in (3, 700, 5)]
+    frozen = torch.nn.Parameter(torch.zeros(2))
+    groups = [{"params": params[:2]}, {"params": [params[2], frozen]}]
+    optimizer = FusedAccumulator(torch.optim.SGD(groups, lr=0.1), steps, norm_type=norm_type, max_norm=1e-3)
+    optimizer.track(parameter_norms=True)
+    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
+    for i in range(steps):
+        for p, total in zip(params, sums, strict=True):
+            p.grad = torch.randn(p.shape)
+            total += (i + 1) * p.grad.double()
+        optimizer.step(weight=i + 1)
+    means = [total / sum(range(1, steps + 1)) for total in sums]
+    wanted = [torch.linalg.vector_norm(m, norm_type) for m in means]
+    norms = optimizer.parameter_norms
+    assert set(norms) == set(params)
+    for p, w in zip(params, wanted, strict=True):
+        torch.testing.assert_close(norms[p], w, rtol=1e-6, atol=0)
+    of_groups = optimizer.group_norms
+    torch.testing.assert_close(
+        of_groups[0], torch.linalg.vector_norm(torch.cat(means[:2]), norm_type), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(of_groups[1], wanted[2], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "weight", "count"])
+@pytest.mark.parametrize("gd", [([3.0, 4.0], [1.0, -1.0]), ([1.0, 0.0], [0.1, 0.2])])
+def test_the_noise_scale_of_g_plus_and_minus_d_has_a_closed_form(gd, kind):
+    """|g|^2 - |d|^2 is the signal and 2 |d|^2 the noise per micro-batch."""
+    g, d = map(torch.tensor, gd)
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.0), 2)
+    optimizer.track(noise_scale=True)
+    assert math.isnan(optimizer.stats()["noise_scale"])
+    for _ in range(3):
+        for sign in (1, -1):
+            p.grad = (g + sign * d) * (5.0 if kind == "count" else 1.0)
+            optimizer.step(**({} if kind == "plain" else {kind: 5.0}))
+    wanted = 2 * (d @ d) / (g @ g - d @ d)
+    stats = optimizer.stats()
+    assert stats["noise_scale"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert stats["recommended_accumulation_steps"] == max(1, math.ceil(wanted.item()))
+
+
+def test_the_noise_scale_without_a_signal_and_where_it_cannot_be():
+    p = parameter([0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.0), 2)
+    optimizer.track(noise_scale=True)
+    feed(optimizer, p, [1.0], [-1.0])
+    assert optimizer.stats()["noise_scale"] == math.inf
+    with pytest.warns(UserWarning, match="skipped"):
+        feed(optimizer, p, [1.0], [math.nan])
+    assert optimizer.stats()["noise_scale"] == math.inf
+    optimizer.track()
+    assert "noise_scale" not in optimizer.stats()
+    other = FusedAccumulator(torch.optim.SGD([parameter([0.0])], lr=0.0), 2, take="backward")
+    with pytest.raises(ValueError, match="needs whole micro-batches"):
+        other.track(noise_scale=True)
+
+
+def test_the_estimate_finds_the_noise_that_was_put_in():
+    """Gradients of mean 1 in 64 elements with noise of variance 4: tr / |G|^2 = 4."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.0), 8)
+    optimizer.track(noise_scale=True)
+    for _ in range(8 * 200):
+        p.grad = 1.0 + 2.0 * torch.randn(64)
+        optimizer.step()
+    assert optimizer.stats()["noise_scale"] == pytest.approx(4.0, rel=0.2)
