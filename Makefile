@@ -43,7 +43,7 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m quick $(ARGS)
 
 # What drives the wrapper; the ops themselves have their own tests on every backend.
-ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz groups hooks parameters state \
+ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz groups hooks mixed_precision parameters state \
   stock take_backward training weights
 test-emulated: $(STAMP)
 	$(BIN)/python -m pytest -q --emulated $(ON_ANY_BACKEND:%=tests/test_%.py) $(ARGS)

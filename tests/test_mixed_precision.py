@@ -59,7 +59,9 @@ def test_u03_found_inf_alone_stops_the_update(steps, backend):
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf
     assert optimizer.updated and not optimizer.stepped and optimizer.skipped.item() == 1
-    assert p.tolist() == [1.0, 1.0] and not optimizer.state[p]
+    assert p.tolist() == [1.0, 1.0]
+    # Where the device decides, state is made before: zeros, as if there were none.
+    assert not any(bool(value.any()) for value in optimizer.state[p].values())
     for _ in range(steps):  # the next window is a new one
         p.grad = torch.ones(2)
         optimizer.step()
