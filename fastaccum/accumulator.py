@@ -292,7 +292,10 @@ class FusedAccumulator(Optimizer):
         if slot is None or slot.param is not param:
             raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
         unclosed = (self._pending.weight or ("plain", 1.0))[1] if self._pending.added else 0.0
-        return self._window.gradient(slot, self._divide_by(unclosed))
+        divisor = self._divide_by(unclosed)
+        if isinstance(divisor, Tensor) and not bool(divisor > 0.0):
+            return None  # nothing was weighed
+        return self._window.gradient(slot, divisor)
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
@@ -631,7 +634,8 @@ class FusedAccumulator(Optimizer):
         counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
         norm_type = options["norm_type"]
         outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters)
-        if options["nonfinite"] == "error" and bool(outcome.skip):
+        # A total weight of 0 skips as well, and is no error; on a device it was not known before.
+        if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
             outcome.skipped.sub_(1)
             self._rule.cancel()
             raise RuntimeError(
