@@ -308,7 +308,10 @@ class FusedAccumulator(Optimizer):
         if slot is None or slot.param is not param:
             raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
         unclosed = (self._pending.weight or ("plain", 1.0))[1] if self._pending.added else 0.0
-        return self._window.gradient(slot, self._divide_by(unclosed))
+        divisor = self._divide_by(unclosed)
+        if isinstance(divisor, Tensor) and not bool(divisor > 0.0):
+            return None  # nothing was weighed
+        return self._window.gradient(slot, divisor)
 
     def track(self, *, parameter_norms: bool = False, noise_scale: bool = False) -> None:
         """Chooses what is measured besides, from the next window on.
@@ -754,7 +757,8 @@ class FusedAccumulator(Optimizer):
         norm_type = options["norm_type"]
         found = self._scaling.scaler is not None
         outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters, found)
-        if options["nonfinite"] == "error" and bool(outcome.skip):
+        # A total weight of 0 skips as well, and is no error; on a device it was not known before.
+        if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
             outcome.skipped.sub_(1)
             self._rule.cancel()
             raise RuntimeError(

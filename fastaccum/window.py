@@ -322,6 +322,8 @@ class Window:
         plan, k = self.position[slot.number]
         if slot.number in self.kept:
             total = self.kept[slot.number].to(self.plans[plan].dtype)
+            if isinstance(self.kept_weight, Tensor):  # a weight of 0 selects nothing
+                total = torch.where(self.kept_weight == 0, 0.0, total)
         elif self.buffers and self.buffers[plan].present[k]:
             total = slot.shaped(self.buffers[plan].views[k])
         else:
