@@ -126,7 +126,7 @@ class FusedAccumulator(Optimizer):
             ("fuse_weight_gradients", fuse_weight_gradients),
         ):
             arguments.boolean(flag, name)
-        synchronise = "wrap the model in DDP and use its no_sync() yourself for now"
+        synchronise = "wrap the model in DDP and let it reduce every micro-batch, without no_sync(), for now"
         arguments.not_yet(
             model=(model, None, synchronise),
             process_group=(process_group, None, synchronise),
@@ -621,6 +621,8 @@ class FusedAccumulator(Optimizer):
                 or grad.is_neg()
             ):
                 grad = slot.taken(grad)
+            if grad.requires_grad:  # of backward(create_graph=True): its graph must not live on with it
+                grad = grad.detach()
             entries.append((slot, grad))
         return entries, kind, items
 

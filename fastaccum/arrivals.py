@@ -93,6 +93,9 @@ class Arrivals:
         noted, versions, unfinished = self.noted, self._versions, self._unfinished
 
         def note(param: Tensor) -> None:
+            if torch.compiler.is_compiling():  # compiled autograd traces hooks and has no task numbers
+                noted.append(param)
+                return
             task = graph_task()
             if task not in unfinished and task != -1:
                 unfinished.add(task)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastaccum import arguments, ops
 
@@ -44,6 +45,15 @@ def check_group(group: dict[str, Any], number: int) -> None:
 
 def check_param(param: Tensor, group: int) -> None:
     """Raises ValueError unless it is a dense parameter of one of the four dtypes."""
+    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"a parameter of group {group} is lazy and has no shape yet: run a forward pass before wrapping"
+        )
+    if is_traceable_wrapper_subclass(param):
+        raise ValueError(
+            f"a parameter of group {group} is a {type(param).__name__}, a tensor subclass that wraps others "
+            "(such as FSDP2's DTensor): only plain tensors are supported"
+        )
     where = f"a parameter of group {group} (shape {list(param.shape)})"
     if param.is_complex():
         raise ValueError(

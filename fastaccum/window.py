@@ -328,7 +328,9 @@ class Window:
             total = slot.shaped(self.buffers[plan].views[k])
         else:
             return None
-        return total * (self.sum_weight / divisor)
+        scale = self.sum_weight / divisor
+        # A 0-d float64 would make a 0-d gradient float64.
+        return total * (scale.to(total.dtype) if isinstance(scale, Tensor) else scale)
 
     def reset(self) -> None:
         """Forgets the gradients; buffers stay allocated."""

@@ -302,7 +302,9 @@ class Machine(RuleBasedStateMachine):
             kwargs = {"weight": items, "count": items}
         else:
             kwargs = {kind: items} if how in ("weighted", "tensor") else {}
-        given = {k: torch.tensor(float(v)) if how == "tensor" else v for k, v in kwargs.items()}
+        # A weight that stays on a device is compared with nothing: the model, which knows it, would refuse.
+        known = backends.load(self.wrapper._options["backend"], backends.CPU).synchronous
+        given = {k: torch.tensor(float(v)) if how == "tensor" and known else v for k, v in kwargs.items()}
         numbers = self.chosen(())
         if how == "closure" and numbers and not self.model.broken:
             grads = {i: make_grad(self.params[i], seed + i) for i in numbers}
