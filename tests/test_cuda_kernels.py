@@ -283,7 +283,9 @@ def test_training_has_the_bits_of_the_other_backends(accumulator_on, norm_type, 
         ended.append([optimizer.norm, *(p.detach() for p in params)])
     for theirs in ended[1:]:
         for a, b in zip(ended[0], theirs, strict=True):
-            assert torch.equal(a, b) or (norm_type == 3.0 and torch.allclose(a, b, rtol=1e-2))
+            # pow() differs between libraries, which may turn one rounding of the result.
+            one_ulp = torch.finfo(a.dtype).eps
+            assert torch.equal(a, b) or (norm_type == 3.0 and torch.allclose(a, b, rtol=one_ulp, atol=0))
 
 
 # ---------------------------------------------------------------------------------------- bad input
