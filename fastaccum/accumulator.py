@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +20,14 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint, groups, observe, pending, scaling
+from fastaccum import arguments, backends, checkpoint, groups, observe, pending, scaling, sharding
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
+from fastaccum.replicas import Replicas
 from fastaccum.roster import Roster, unique_params
-from fastaccum.updates import rule_for
-from fastaccum.window import Entry, Window, own
+from fastaccum.slots import Slot, accumulation_dtype
+from fastaccum.updates import Counters, rule_for
+from fastaccum.window import Entry, Finished, Window, own
 
 _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
     "pre": torch_optimizer._global_optimizer_pre_hooks,
@@ -32,6 +36,20 @@ _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 
 # step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
 _NOT_GIVEN: Any = object()
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return sharding.local(tensor) if sharding.is_sharded(tensor) else tensor
+
+
+class _Closing(NamedTuple):
+    """What closing a window takes, ready before anything changes."""
+
+    backend: Any
+    finished: Finished
+    counters: Counters | None
 
 
 class FusedAccumulator(Optimizer):
@@ -158,6 +176,7 @@ class FusedAccumulator(Optimizer):
                 f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
             )
         groups.check_limits(optimizer.param_groups, options["max_value"])
+        groups.check_take(optimizer.param_groups, take)
         backends.choose(backend, groups.device_of(optimizer.param_groups))
         self._start(optimizer, options, scaler)
 
@@ -169,6 +188,7 @@ class FusedAccumulator(Optimizer):
         self._rule = rule_for(optimizer, options["master_weights"])
         self._roster = Roster(optimizer, options["accumulate_dtype"])
         self._window = Window()
+        self._replicas = Replicas()
         self._backends: dict[torch.device, Any] = {}
         self._micro_step = 0
         self._updated = False
@@ -236,6 +256,7 @@ class FusedAccumulator(Optimizer):
         try:
             groups.check_group(listed[-1], before)
             groups.check_limits(listed, self._options["max_value"])
+            groups.check_take(listed, self._options["take"])
             groups.device_of(listed)
             self._pending.arrivals.check([p for p in listed[-1]["params"]])
             self._sync_slots()
@@ -311,7 +332,16 @@ class FusedAccumulator(Optimizer):
         divisor = self._divide_by(unclosed)
         if isinstance(divisor, Tensor) and not bool(divisor > 0.0):
             return None  # nothing was weighed
-        return self._window.gradient(slot, divisor)
+        total = self._window.gradient(slot, divisor)
+        if id(param) not in self._replicas.held or param.grad is None:
+            return total
+        # This rank's part, which DDP has yet to reduce.
+        kind, items = self._replicas.weight or ("plain", 1.0)
+        scale, _ = self._scaling.of_micro_batch()
+        factor = scaling.unscaled(items if kind == "weight" else 1.0, scale, synchronous=True)
+        held = param.grad.detach().to(accumulation_dtype(param.dtype, self._options["accumulate_dtype"]))
+        held = held * (factor / divisor)
+        return held if total is None else total + held
 
     def track(self, *, parameter_norms: bool = False, noise_scale: bool = False) -> None:
         """Chooses what is measured besides, from the next window on.
@@ -457,7 +487,7 @@ class FusedAccumulator(Optimizer):
         return (
             bool(grads)
             and all(float(group["lr"]) == 0.0 for group in self.param_groups if "lr" in group)
-            and not any(bool(grad.any()) for grad in grads)
+            and not any(bool(_part(grad).any()) for grad in grads)
         )
 
     def _make_state(self) -> None:
@@ -481,6 +511,8 @@ class FusedAccumulator(Optimizer):
         """
         self._pending.check_whole()
         self._pending.check_apart(self._micro_step, "flush() cannot leave the pending micro-batch out")
+        self._check_held_apart("flush() cannot leave the pending micro-batch out")
+        self._replicas.check_inside("flush() cannot close the window")
         self._updated = False
         if self._micro_step == 0:
             return False
@@ -488,11 +520,18 @@ class FusedAccumulator(Optimizer):
             self._sync_slots()
             self._lay_out()
             self._run_hooks("pre")
-            self._close_window()
+            kind, items = self._replicas.weight or ("plain", 1.0)
+            entries = self._entries(self._held_slots())
+            if entries:
+                self._warn_of_unreduced()
+            prepared = self._prepare(entries)
+            self._enter(entries, items if kind == "weight" else 1.0, self._scaling.of_micro_batch()[0], True)
+            self._close_window(prepared)
         return True
 
     def discard(self) -> None:
         """Drops the open window, its pending micro-batch included; parameters stay as they are."""
+        self._replicas.check_inside("discard() cannot drop the window")
         for param in self._roster.params:
             param.grad = None
         self._pending.clear()
@@ -501,6 +540,8 @@ class FusedAccumulator(Optimizer):
     def _drop_window(self) -> None:
         """Forgets the window; what is pending in ``.grad`` stays, with its weight."""
         self._pending.drop_with_window()
+        if self._noise is not None:
+            self._noise.drop()
         self._reset_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -519,9 +560,10 @@ class FusedAccumulator(Optimizer):
             self._pending.check_apart(self._micro_step, "zero_grad() cannot drop the pending micro-batch")
             self._window.reset()
             self._weight_kind = None
+        self._check_held_apart("zero_grad() cannot drop the pending micro-batch")
         with profiler.record_function(self._zero_grad_profile_name):
             for param in self._roster.all_params():
-                if param.grad is None:
+                if param.grad is None or id(param) in self._replicas.held:
                     continue
                 if set_to_none:
                     param.grad = None
@@ -556,7 +598,7 @@ class FusedAccumulator(Optimizer):
         if self._micro_step >= self.accumulation_steps:
             raise RuntimeError(
                 f"the window already holds its {self.accumulation_steps} micro-batches and could not be "
-                "closed (its gradient is not finite): discard() it"
+                "closed: flush() tries it again, discard() drops it"
             )
         given = self._given(weight, count)
         self._pending.check_step(given, self._weight_kind)
@@ -571,15 +613,46 @@ class FusedAccumulator(Optimizer):
                 "scaler.step(optimizer) came too late with take='backward': the gradients were added while "
                 "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
             )
-        entries, kind, items = self._pending_entries(given, closing)
+        slots = self._arrived_slots()
+        had_backward = bool(slots) or self._pending.in_window
+        # Nothing arrived, but a backward ran: FSDP2 keeps its gradients until it reduces them.
+        inside = self._roster.sharding is not None and not had_backward and self._replicas.backward_ran()
+        had_backward = had_backward or inside
+        if closing and not slots:
+            self._replicas.check_inside("the window cannot be closed", inside)
+        kind, items = self._weigh(given, had_backward)
+        unreduced = self._unreduced(kind, items, closing, inside)
+        self._watch_for_misuse(had_backward)
+        entries: list[Entry] = []
+        # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN. What is held
+        # has a weight of its own.
+        if not pending.selects_nothing(items) or self._replicas.held:
+            if unreduced:
+                slots = [slot for slot in slots if id(slot.param) not in unreduced]
+            # After an error the window stays open, so what it keeps must be its own then, too.
+            stays = not closing or self._options["nonfinite"] == "error"
+            entries = self._pending.taken + self._entries(slots, owned=stays and self._may_keep())
+        factor: float | Tensor = items if kind == "weight" else 1.0
         if closing:
             self._run_hooks("pre")
+        entries, factor, items = self._judged(entries, kind, factor, items, scale)
+        prepared = self._prepare(entries) if closing else None
+        # From here on nothing may fail that can be foreseen.
         if found_inf is not None:
             self._outcome.tell(found_inf)
-        self._take(entries, kind, items, closing, scale)
+        self._enter(entries, factor, scale, closing)
+        self._clear_grads(unreduced, kind, items)
+        if self._roster.sharding is not None:
+            if inside:
+                self._replicas.hold_inside((kind or "plain", items))
+            self._replicas.count_backward_calls()
+        if self._weight_kind is None:
+            self._weight_kind = kind
+        self._window.count(items)
+        self._micro_step += 1
         self._updated = False
         if closing:
-            self._close_window()
+            self._close_window(prepared)
 
     def _given(self, weight: Any, count: Any) -> pending.Weight | None:
         """The weight, checked. A tensor beside the gradients on a GPU is not read: that would wait."""
@@ -588,35 +661,55 @@ class FusedAccumulator(Optimizer):
         on_device = bool(tensors) and not self._backend_on(device).synchronous
         return pending.given(weight, count, on_device)
 
-    def _pending_entries(
-        self, given: pending.Weight | None, closing: bool
-    ) -> tuple[list[Entry], str | None, float | Tensor]:
-        """(gradients in ``.grad``, kind of weight, items); changes nothing."""
+    def _arrived_slots(self) -> list[Slot]:
+        """Slots with something in ``.grad``."""
         slots = self._roster.slots
-        self._pending.check_arrived(slots)
+        self._pending.check_arrived(slots, self._replicas.held)
         grads = [param.grad for param in self._roster.params]
         if any(grad is None for grad in grads):
-            slots = [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        had_backward = bool(grads) or self._pending.in_window
+            return [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
+        return slots
+
+    def _weigh(self, given: pending.Weight | None, had_backward: bool) -> tuple[str | None, float | Tensor]:
+        """(kind of weight, items) of the pending micro-batch."""
         kind, items = given or self._pending.weight or (None, 1.0)
         if not had_backward and self._pending.weight is None:
             items = 0.0  # a step without a backward has no weight, whatever it is given
         if kind is None and had_backward:
             kind = "plain"
             self._pending.agree((kind, 1.0), self._weight_kind)
-        self._watch_for_misuse(had_backward)
-        # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN.
-        if pending.selects_nothing(items):
-            return [], kind, 0.0
-        # After an error the window stays open, so what it keeps must be its own then, too.
-        stays = not closing or self._options["nonfinite"] == "error"
-        if stays and self._may_keep():
+        return kind, items
+
+    def _unreduced(self, kind: str | None, items: float | Tensor, closing: bool, inside: bool) -> set[int]:
+        """Ids of the parameters whose gradients must stay in ``.grad``, as DDP has yet to reduce them."""
+        replicas = self._replicas
+        if self._options["take"] == "backward":
+            return set()
+        unreduced = replicas.unreduced(self._roster.params, self._pending.arrivals.noted)
+        spread = self._roster.sharding is not None or replicas.covering(self._roster.params)
+        if kind in ("weight", "count") and spread:
+            self._warn_of_weights()
+        if replicas.holds or unreduced or inside:
+            drops = self._options["nonfinite_micro_batch"] == "drop"
+            told = "found_inf" in vars(self)
+            weight = None if kind is None else (kind, items)
+            replicas.check(weight, told, drops, inside or (bool(unreduced) and not closing))
+        if not closing:
+            return unreduced
+        if unreduced:
+            self._warn_of_unreduced()
+        return set()
+
+    def _entries(self, slots: Sequence[Slot], owned: bool = False) -> list[Entry]:
+        """The gradients in ``.grad``, as they go into the window; changes nothing."""
+        grads = [slot.param.grad for slot in slots]
+        if owned and self._roster.sharding is None:
             own(grads)  # type: ignore[arg-type]
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
             if (
-                grad.layout != torch.strided
+                slot.sharded
+                or grad.layout != torch.strided
                 or not (slot.contiguous and grad.is_contiguous())
                 or grad.is_neg()
             ):
@@ -624,24 +717,28 @@ class FusedAccumulator(Optimizer):
             if grad.requires_grad:  # of backward(create_graph=True): its graph must not live on with it
                 grad = grad.detach()
             entries.append((slot, grad))
-        return entries, kind, items
+        if owned and self._roster.sharding is not None:  # parts of a buffer of FSDP's
+            entries = [(slot, grad.clone(memory_format=torch.preserve_format)) for slot, grad in entries]
+        return entries
 
     def _may_keep(self) -> bool:
         return self._window.empty and (self._options["take"] == "step" or self.accumulation_steps == 1)
 
-    def _take(
+    def _judged(
         self,
         entries: list[Entry],
         kind: str | None,
+        factor: float | Tensor,
         items: float | Tensor,
-        closing: bool,
         scale: Tensor | None,
-    ) -> None:
-        """Moves the pending micro-batch into the window."""
-        entries = self._pending.taken + entries
-        factor: float | Tensor = items if kind == "weight" else 1.0
+    ) -> tuple[list[Entry], float | Tensor, float | Tensor]:
+        """(entries, factor, items) after a look at the gradients, where that was asked for."""
         if entries and self._options["nonfinite_micro_batch"] == "drop":
-            good = self._window.finite(self._backend_on(entries[0][1].device), entries)
+            device = entries[0][1].device
+            good = self._window.finite(self._backend_on(device), entries)
+            if self._roster.sharding is not None:
+                bad = self._roster.sharding.any(1.0 - good if isinstance(good, Tensor) else not good, device)
+                good = 1.0 - bad if isinstance(good, Tensor) else not bool(bad)
             if isinstance(good, Tensor):  # on a GPU: 0 or 1, and a weight of 0 selects nothing
                 factor, items = good * factor, good * items
             elif not good:
@@ -650,17 +747,29 @@ class FusedAccumulator(Optimizer):
             divisor = items if kind == "count" else 1.0
             backend = self._backend_on(entries[0][1].device)
             one = scaling.unscaled(1.0, scale, backend.synchronous)
-            self._noise.micro_batch([grad for _, grad in entries], divisor / one)
+            self._noise.micro_batch(entries, divisor / one, self._roster.sharding)
+        return entries, factor, items
+
+    def _enter(
+        self, entries: list[Entry], factor: float | Tensor, scale: Tensor | None, closing: bool
+    ) -> None:
+        """Moves gradients into the window."""
         if entries:
             in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
             self._add(entries, factor, scale=scale, keep=self._may_keep(), partials=in_pass)
+
+    def _clear_grads(self, unreduced: set[int], kind: str | None, items: float | Tensor) -> None:
+        """The micro-batch is closed: ``.grad`` goes, but for what DDP has yet to reduce."""
+        if unreduced:
+            staying = [p for p in self._roster.params if id(p) in unreduced and p.grad is not None]
+            self._replicas.hold(staying, (kind or "plain", items))
+            if self._noise is not None:
+                self._noise.skip_window()  # what is reduced together cannot be told apart
         for param in self._roster.params:
-            param.grad = None
+            if id(param) not in unreduced:
+                param.grad = None
+        self._replicas.closed(unreduced)
         self._pending.clear()
-        if self._weight_kind is None:
-            self._weight_kind = kind
-        self._window.count(items)
-        self._micro_step += 1
 
     def _add(
         self,
@@ -713,7 +822,10 @@ class FusedAccumulator(Optimizer):
 
     def _warn(self, key: str, message: str) -> None:
         self._warned.add(key)
-        warnings.warn(message, UserWarning, stacklevel=6)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, UserWarning, stacklevel=level)
 
     def _warn_of_skips(self) -> None:
         # A scaler that searches its scale skips updates as a matter of course.
@@ -722,6 +834,37 @@ class FusedAccumulator(Optimizer):
                 "skipped",
                 "an update was skipped: the window's gradient holds inf or NaN. `skipped` counts such "
                 "windows, nonfinite='error' stops at the first, and this warning comes once",
+            )
+
+    def _warn_of_unreduced(self) -> None:
+        if "unreduced" not in self._warned:
+            self._warn(
+                "unreduced",
+                "the window closes with gradients that DDP has not reduced: its last micro-batch ran under "
+                "no_sync(), so ranks will update differently unless you reduce .grad yourself. Run the last "
+                "micro-batch without no_sync(): the one with optimizer.micro_step + 1 == "
+                "optimizer.accumulation_steps, and the last before flush()",
+            )
+
+    def _warn_of_weights(self) -> None:
+        if "weights" not in self._warned:
+            self._warn(
+                "weights",
+                "this rank's window is divided by this rank's own weights, while gradients are averaged over "
+                "ranks: give every rank the same number (the all-reduced total divided by the world "
+                "size), or ranks will update differently. This warning comes once",
+            )
+
+    def _held_slots(self) -> list[Slot]:
+        return [slot for slot in self._roster.slots if id(slot.param) in self._replicas.held]
+
+    def _check_held_apart(self, what: str) -> None:
+        """Raises RuntimeError if a pending gradient has been added to those that DDP has not reduced yet."""
+        held = self._replicas.held
+        if held and any(id(param) in held for param in self._pending.arrivals.noted):
+            raise RuntimeError(
+                f"{what}: under DDP's no_sync() its gradients were added to earlier ones in .grad, where "
+                "they wait to be reduced. Call step() first, or discard() the window"
             )
 
     def _divide_by(self, unclosed: float | Tensor = 0.0) -> float | Tensor:
@@ -735,30 +878,47 @@ class FusedAccumulator(Optimizer):
 
     # ---------------------------------------------------------------------------------------- window
 
-    def _close_window(self) -> None:
-        if not profiler._is_profiler_enabled:  # an idle record_function costs as much as the norm
-            return self._finish_window()
-        with profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
-            self._finish_window()
+    def _prepare(self, entries: list[Entry]) -> _Closing | None:
+        """Makes and checks all that closing the window takes, with these gradients added to it.
 
-    def _finish_window(self) -> None:
-        window, options, outcome = self._window, self._options, self._outcome
-        if window.empty or pending.selects_nothing(window.total):
-            outcome.nothing()
-            self._end_window()
-            return
-        finished = window.finished()
-        backend = self._backend_on(finished.grads[0].device)
+        Memory may run out here and an option may be refused; no number has changed then.
+
+        Returns:
+            None where there is no gradient to update with.
+        """
+        window, options = self._window, self._options
+        if window.empty and not entries:
+            return None
+        keep = self._may_keep()
+        device = entries[0][1].device if entries else window.device
+        backend = self._backend_on(device)
         shared = self._clip_once if self._clip_once is not None else options["max_norm"]
         limits = [math.inf if shared is None else shared]
         limits += [limit for limit in self._roster.limits if limit is not None]
+        finished = window.finished(entries, keep)
+        counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
+        self._outcome.prepare(limits, options["norm_type"], self._roster.n_chunks)
+        return _Closing(backend, finished, counters)
+
+    def _close_window(self, prepared: _Closing | None) -> None:
+        if not profiler._is_profiler_enabled:  # an idle record_function costs as much as the norm
+            return self._finish_window(prepared)
+        with profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
+            self._finish_window(prepared)
+
+    def _finish_window(self, prepared: _Closing | None) -> None:
+        window, options, outcome = self._window, self._options, self._outcome
+        if prepared is None or pending.selects_nothing(window.total):
+            self._rule.cancel()
+            outcome.nothing()
+            self._end_window()
+            return
+        backend, finished = prepared.backend, prepared.finished
         skip_nonfinite = options["nonfinite"] != "propagate"
         divisor = self._divide_by()
-        # What may be refused comes first: nothing is half done when it raises.
-        counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
         norm_type = options["norm_type"]
         found = self._scaling.scaler is not None
-        outcome.decide(backend, window, divisor, limits, norm_type, skip_nonfinite, counters, found)
+        outcome.decide(backend, window, divisor, norm_type, skip_nonfinite, prepared.counters, found)
         # A total weight of 0 skips as well, and is no error; on a device it was not known before.
         if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
             outcome.skipped.sub_(1)
@@ -771,8 +931,9 @@ class FusedAccumulator(Optimizer):
         if self._tracks_norms:
             # `factor` holds the clip as well; the sums lack their weight and the division.
             scale = window.sum_weight / divisor
-            norms = observe.parameter_norms(finished.grads, scale, norm_type)
-            params = [slot.param for slot in finished.selection.slots]
+            slots = finished.selection.slots
+            norms = observe.parameter_norms(finished.grads, scale, norm_type, slots, self._roster.sharding)
+            params = [slot.param for slot in slots]
             self._parameter_norms = dict(zip(params, norms, strict=True))
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
@@ -783,21 +944,24 @@ class FusedAccumulator(Optimizer):
         self._end_window()
 
     def _end_window(self) -> None:
-        self._windows += 1
-        if self._noise is not None:
-            self._noise.window(self._outcome.norm)
-        if self._news is not None:
-            self._news.send(self._outcome.numbers(), self._windows)
-        if self._outcome.decided:
-            self._scaling.end_window(self._outcome.found_inf)
+        outcome = self._outcome
+        if outcome.decided:
+            self._scaling.end_window(outcome.found_inf)
+        # The window is over before anything else may fail, or a second try would update twice.
         self._reset_window()
+        self._windows += 1
         self._updated = True
         # What torch's schedulers look at to see that the optimizer has stepped.
         self._inner._opt_called = True  # type: ignore[attr-defined]
+        if self._noise is not None:
+            self._noise.window(outcome.norm)
+        if self._news is not None:
+            self._news.send(outcome.numbers(), self._windows)
         self._run_hooks("post")
 
     def _reset_window(self) -> None:
         self._window.reset()
+        self._replicas.drop()
         self._outcome.forget()
         self._micro_step = 0
         self._weight_kind = None
@@ -834,6 +998,8 @@ class FusedAccumulator(Optimizer):
         self._pending.add_taken()  # what has arrived is numbered by the old slots
         self._roster.replace(self._pending.arrivals.watch)
         self._rule.resize(self._roster.slots)
+        if self._roster.sharding is not None:
+            self._replicas.count_backward_calls()
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -842,7 +1008,8 @@ class FusedAccumulator(Optimizer):
         slots = roster.slots
         if roster.lay_out(not self._window.empty, self._pending.add_taken):
             self._window.lay_out(roster.plans, roster.n_chunks, self._outcome.device)
-            self._outcome.lay_out(roster.spans, max(roster.norm_group_of, default=0) + 1)
+            norm_groups = max(roster.norm_group_of, default=0) + 1
+            self._outcome.lay_out(roster.spans, norm_groups, roster.sharding, roster.span_kinds)
             if roster.slots is not slots:
                 self._rule.resize(roster.slots)
 
@@ -908,7 +1075,10 @@ class FusedAccumulator(Optimizer):
         self._pending.check_apart(
             self._micro_step, "the open window cannot be saved without the pending micro-batch"
         )
+        self._check_held_apart("the open window cannot be saved without the pending micro-batch")
+        self._replicas.check_inside("the open window cannot be saved")
         kept, sums = (False, {}) if self._pending.added else self._window.export()
+        held = self._held_slots()
         return {
             "version": checkpoint.VERSION,
             "accumulation_steps": self.accumulation_steps,
@@ -921,6 +1091,9 @@ class FusedAccumulator(Optimizer):
             "skipped": self._outcome.skipped.clone(),
             "found_inf": self._outcome.told,
             "master_weights": self._rule.export_masters(),
+            # Of this rank, waiting in .grad for DDP to reduce them.
+            "unreduced": {s.number: s.param.grad.clone() for s in held if s.param.grad is not None},
+            "unreduced_weight": self._replicas.weight,
         }
 
     def load_window_state_dict(self, entry: dict[str, Any]) -> None:
@@ -942,6 +1115,13 @@ class FusedAccumulator(Optimizer):
         if entry.get("found_inf"):
             self._outcome.tell(torch.ones_like(self._outcome.found_inf))
         self._rule.load_masters(entry.get("master_weights") or {})
+        unreduced = entry.get("unreduced") or {}
+        for number, grad in unreduced.items():
+            param = self._roster.params[number]
+            param.grad = grad.to(param.device, copy=True)
+        if unreduced:
+            kind, items = entry["unreduced_weight"]
+            self._replicas.hold([self._roster.params[number] for number in unreduced], (kind, float(items)))
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""

@@ -2,8 +2,8 @@
 
 A hook that runs Python costs 1 to 2 microseconds per parameter and backward. Most parameters need only
 be noted, and ``list.append`` is that hook without a Python frame. The first ``WATCHED`` parameters also
-record the version of the gradient, so that a foreign clip, which changes every gradient in place, is
-noticed, and whether the backward that brought it came to its end.
+have the version of their gradient recorded when backward has ended, so that a foreign clip, which changes
+every gradient in place, is noticed, and whether the backward that brought it came to its end.
 """
 
 from __future__ import annotations
@@ -42,16 +42,21 @@ class Arrivals:
         noted: the parameters in order of arrival, once per backward that reached them.
     """
 
-    def __init__(self, owner: object, hook: Callable[[Tensor], None] | None) -> None:
+    def __init__(
+        self, owner: object, hook: Callable[[Tensor], None] | None, backward_begins: Callable[[], None]
+    ) -> None:
         """Prepares the hooks of ``owner``.
 
         Args:
             owner: the wrapper; held weakly.
             hook: called with each parameter whose gradient arrived, instead of noting it.
+            backward_begins: called when a backward brings its first watched gradient.
         """
+        self._backward_begins = backward_begins
         self.noted: list[Tensor] = []
         self._versions: dict[int, tuple[Any, Any, int]] = {}
-        self._unfinished: set[int] = set()  # backward calls that have not ended
+        # Backward calls that have not ended, and the watched parameters that each has brought.
+        self._unfinished: dict[int, list[Tensor]] = {}
         self._hook = hook
         self._owner = weakref.ref(owner)
         self._handles: dict[int, tuple[Any, Any]] = {}
@@ -91,19 +96,27 @@ class Arrivals:
     @property
     def _note_version(self) -> Callable[[Tensor], None]:
         noted, versions, unfinished = self.noted, self._versions, self._unfinished
+        queue, begins = torch.autograd.Variable._execution_engine.queue_callback, self._backward_begins
+
+        def end(task: int) -> None:
+            for param in unfinished.pop(task, ()):
+                if param.grad is not None:
+                    versions[id(param)] = (weakref.ref(param), weakref.ref(param.grad), param.grad._version)
 
         def note(param: Tensor) -> None:
+            noted.append(param)
             if torch.compiler.is_compiling():  # compiled autograd traces hooks and has no task numbers
-                noted.append(param)
                 return
             task = graph_task()
-            if task not in unfinished and task != -1:
-                unfinished.add(task)
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(lambda: unfinished.discard(task))
-            noted.append(param)
-            grad = param.grad
-            versions[id(param)] = (weakref.ref(param), weakref.ref(grad), grad._version)  # type: ignore
+            if task not in unfinished:
+                if task == -1:
+                    return
+                unfinished[task] = []
+                begins()
+                # Queued from the end of the queue: after the hooks of others and DDP's reducer, which may
+                # write gradients while backward runs.
+                queue(lambda: queue(lambda: end(task)))
+            unfinished[task].append(param)
 
         return note
 
@@ -140,6 +153,17 @@ def _release(handles: dict[int, tuple[Any, Any]], noted: list[Tensor]) -> None:
             _owners.pop(param, None)
     handles.clear()
     noted.clear()
+
+
+def backward_calls() -> int:
+    """How many backward calls this process has begun, with the one made here to count them."""
+    numbers: list[int] = []
+    leaf = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        root = leaf * 1.0
+        root.register_hook(lambda _: numbers.append(graph_task()))
+        torch.autograd.grad(root, leaf)
+    return numbers[0]
 
 
 def graph_task() -> int:

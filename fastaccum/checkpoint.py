@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastaccum import arguments
+from fastaccum import arguments, sharding
 
 VERSION = 1
 _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
@@ -23,6 +23,8 @@ _FIELDS = {
 def owned(value: Any) -> Any:
     """The same containers with every tensor that is a view of something larger copied."""
     if isinstance(value, Tensor):
+        if sharding.is_sharded(value):
+            return value
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         return value if whole else value.clone()
     if isinstance(value, dict):
@@ -139,7 +141,25 @@ def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) 
             f"the checkpoint's open window has accumulation_steps={entry['accumulation_steps']}, this "
             f"optimizer has {accumulation_steps}: set it to load the window"
         )
-    for number, grad in entry["gradients"].items():
-        if not isinstance(number, int) or not 0 <= number < len(params):
-            raise ValueError(f"the checkpoint's open window has parameter {number}, there are {len(params)}")
-        _check_tensor(grad, params[number], f"gradient of parameter {number}")
+    unreduced = entry.get("unreduced") or {}
+    if unreduced and not _is_weight(entry.get("unreduced_weight")):
+        raise ValueError("the 'fastaccum' entry has unreduced gradients without their weight (truncated?)")
+    masters = entry.get("master_weights") or {}
+    for what, tensors in (
+        ("gradient", entry["gradients"]), ("unreduced gradient", unreduced), ("master weight", masters)
+    ):  # fmt: skip
+        for number, tensor in tensors.items():
+            if not isinstance(number, int) or not 0 <= number < len(params):
+                raise ValueError(
+                    f"the checkpoint has a {what} of parameter {number}, there are {len(params)} parameters"
+                )
+            _check_tensor(tensor, params[number], f"{what} of parameter {number}")
+
+
+def _is_weight(value: Any) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and value[0] in ("plain", "weight", "count")
+        and arguments.is_number(value[1])
+    )

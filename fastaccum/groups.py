@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastaccum import arguments, ops
+from fastaccum import arguments, ops, sharding
 
 _REFUSED = {
     "LBFGS": "it re-evaluates the loss several times within one step",
@@ -49,10 +49,11 @@ def check_param(param: Tensor, group: int) -> None:
         raise ValueError(
             f"a parameter of group {group} is lazy and has no shape yet: run a forward pass before wrapping"
         )
-    if is_traceable_wrapper_subclass(param):
+    part = sharding.local(param) if sharding.is_sharded(param) else param
+    if is_traceable_wrapper_subclass(part):
         raise ValueError(
-            f"a parameter of group {group} is a {type(param).__name__}, a tensor subclass that wraps others "
-            "(such as FSDP2's DTensor): only plain tensors are supported"
+            f"a parameter of group {group} is a {type(part).__name__}, a tensor subclass that wraps others: "
+            "only plain tensors and DTensors of them are supported"
         )
     where = f"a parameter of group {group} (shape {list(param.shape)})"
     if param.is_complex():
@@ -88,6 +89,12 @@ def check_limits(groups: Sequence[dict[str, Any]], max_value: float | None) -> N
             f"a parameter group has its own max_norm ({limits}), and max_value={max_value}: they exclude "
             "each other, clip by norm or by value"
         )
+
+
+def check_take(groups: Sequence[dict[str, Any]], take: str) -> None:
+    """Raises ValueError if gradients would be taken before they are there."""
+    if take == "backward" and any(sharding.is_sharded(p) for group in groups for p in group["params"]):
+        raise ValueError("take='backward' does not work with DTensor parameters (FSDP2): use take='step'")
 
 
 def group_max_norms(groups: Sequence[dict[str, Any]]) -> list[float | None]:

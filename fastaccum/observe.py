@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastaccum.sharding import Sharding
 from fastaccum.slots import Slot
+from fastaccum.window import Entry
 
 DECAY = 0.95  # of the noise scale's moving averages: about twenty windows
 
@@ -77,19 +79,26 @@ class NoiseScale:
 
     def __init__(self, device: torch.device) -> None:
         self._squares: list[Tensor] = []  # |g_i|^2 of the open window
+        self._incomplete = False  # some of them are missing
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # signal, noise, weight
 
-    def micro_batch(self, grads: Sequence[Tensor], divisor: float | Tensor) -> None:
+    def micro_batch(
+        self, entries: Sequence[Entry], divisor: float | Tensor, sharding: Sharding | None = None
+    ) -> None:
         """Notes a micro-batch's gradients; ``divisor`` makes the mean over its items of them."""
-        norms = torch._foreach_norm([grad.double() for grad in grads if grad.numel()])
-        if norms:
-            self._squares.append(torch.stack(norms).square().sum() / (divisor * divisor))
+        if not entries:
+            return
+        norms = torch.stack(list(torch._foreach_norm([grad.double().flatten() for _, grad in entries])))
+        if sharding is not None:
+            norms = sharding.norms([slot.number for slot, _ in entries], norms, 2.0)
+        self._squares.append(norms.square().sum() / (divisor * divisor))
 
     def window(self, norm: Tensor) -> None:
         """Closes the window with its mean's norm."""
-        squares, self._squares = self._squares, []
+        squares, incomplete = self._squares, self._incomplete
+        self.drop()
         count = len(squares)
-        if count < 2:
+        if count < 2 or incomplete:
             return
         mean, square = torch.stack(squares).mean(), norm.double().square()
         signal = (count * square - mean) / (count - 1)
@@ -98,9 +107,13 @@ class NoiseScale:
         mixed = DECAY * self._sums + (1 - DECAY) * new
         self._sums = torch.where(mixed.isfinite().all(), mixed, self._sums)
 
+    def skip_window(self) -> None:
+        """The open window will tell nothing: its micro-batches cannot be told apart."""
+        self._incomplete = True
+
     def drop(self) -> None:
         """The window is dropped."""
-        self._squares = []
+        self._squares, self._incomplete = [], False
 
     @property
     def value(self) -> float:
@@ -111,9 +124,25 @@ class NoiseScale:
         return max(noise, 0.0) / signal if signal > 0.0 else math.inf
 
 
-def parameter_norms(grads: Sequence[Tensor], scale: float | Tensor, norm_type: float) -> list[Tensor]:
+def parameter_norms(
+    grads: Sequence[Tensor],
+    scale: float | Tensor,
+    norm_type: float,
+    slots: Sequence[Slot] = (),
+    sharding: Sharding | None = None,
+) -> list[Tensor]:
     """Each gradient's norm, float64, times ``|scale|``."""
-    return [torch.linalg.vector_norm(g.double().flatten(), norm_type) * abs(scale) for g in grads]
+    norms = [_norm(grad, norm_type) * abs(scale) for grad in grads]
+    if sharding is None:
+        return norms
+    return list(sharding.norms([slot.number for slot in slots], torch.stack(norms), norm_type).unbind())
+
+
+def _norm(grad: Tensor, p: float) -> Tensor:
+    # The maximum of nothing is an error to torch; a rank's part may be empty.
+    if not grad.numel():
+        return grad.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(grad.double().flatten(), p)
 
 
 def group_norms(slots: Sequence[Slot], norms: Sequence[Tensor], norm_type: float) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from fastaccum.sharding import Sharding
 from fastaccum.updates import Counters
 from fastaccum.window import Window
 
@@ -60,8 +61,24 @@ class Outcome:
         new.skipped.copy_(self.skipped)
         return new
 
-    def lay_out(self, spans: Sequence[tuple[int, int, int]], n_norm_groups: int) -> None:
-        """Takes a new layout's norm groups over."""
+    def lay_out(
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        n_norm_groups: int,
+        sharding: Sharding | None = None,
+        kinds: Sequence[int] = (),
+    ) -> None:
+        """Takes a new layout's norm groups over.
+
+        Args:
+            spans: ``(norm group, first chunk, end chunk)``.
+            n_norm_groups: how many there are.
+            sharding: makes sums over all ranks, or None.
+            kinds: each span's, for ``sharding``.
+        """
+        self._sharding, self._chunks = sharding, (list(spans), list(kinds))
+        if sharding is not None:  # by then there is one sum per norm group
+            spans = [(group, group, group + 1) for group in range(n_norm_groups)]
         self._spans = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3)
         self._whole: Tensor | None = None  # a span over all chunks
         self.group_norms = torch.zeros(n_norm_groups, dtype=torch.float64, device=self.device)
@@ -93,14 +110,39 @@ class Outcome:
 
     def _divided(self, a: float | Tensor, b: float | Tensor) -> Tensor:
         """The quotient, on the device."""
-        if self._quotient is None:
-            self._quotient = torch.ones((), dtype=torch.float64, device=self.device)
+        assert self._quotient is not None
         # In place: a window allocates nothing.
         self._quotient.copy_(a) if isinstance(a, Tensor) else self._quotient.fill_(a)
         return self._quotient.div_(b)
 
     def _largest(self, backend: SimpleNamespace, partials: Tensor) -> Tensor:
         """The largest magnitude, from the maxima of all chunks; always in the same memory."""
+        assert self._scratch is not None
+        one, limit = self._one, self._no_limit
+        tables = (partials, self._whole, limit, one, one)
+        backend.finish_(*self._scratch, *tables, *_NO_COUNTERS, math.inf, None, False)
+        return self._scratch[1][0]
+
+    def _of_all_ranks(self, partials: Tensor, norm_type: float) -> Tensor:
+        if self._sharding is None:
+            return partials
+        return self._sharding.reduced(partials, *self._chunks, len(self.factor), norm_type)
+
+    def prepare(self, limits: Sequence[float], norm_type: float, n_chunks: int) -> None:
+        """Makes what :meth:`decide` needs.
+
+        Args:
+            limits: max_norm of each norm group; inf does not clip.
+            norm_type: p.
+            n_chunks: of the window's layout.
+        """
+        if limits != self._limits_key:
+            self._limits = torch.tensor(limits, dtype=torch.float64)
+            self._limits_key = list(limits)
+        if self._quotient is None:
+            self._quotient = torch.ones((), dtype=torch.float64, device=self.device)
+        if norm_type in (1.0, 2.0, math.inf):
+            return
         if self._scratch is None:
             device, double = self.device, {"dtype": torch.float64, "device": self.device}
             self._scratch = (
@@ -109,30 +151,24 @@ class Outcome:
                 torch.zeros((), dtype=torch.int64, device=device),
             )  # fmt: skip
         if self._whole is None:
-            self._whole = torch.tensor([[0, 0, partials.shape[1]]])
-        one, limit = self._one, self._no_limit
-        tables = (partials, self._whole, limit, one, one)
-        backend.finish_(*self._scratch, *tables, *_NO_COUNTERS, math.inf, None, False)
-        return self._scratch[1][0]
+            self._whole = torch.tensor([[0, 0, n_chunks if self._sharding is None else len(self.factor)]])
 
     def decide(
         self,
         backend: SimpleNamespace,
         window: Window,
         divisor: float | Tensor,
-        limits: Sequence[float],
         norm_type: float,
         skip_nonfinite: bool,
         counters: Counters | None,
         wants_found_inf: bool = False,
     ) -> None:
-        """Fills the tensors for a window that holds gradients.
+        """Fills the tensors for a window that holds gradients, after :meth:`prepare`.
 
         Args:
             backend: the ops.
             window: with its total weight.
             divisor: what its sum is divided by.
-            limits: max_norm of each norm group; inf does not clip.
             norm_type: p.
             skip_nonfinite: whether a gradient that is not finite skips the update.
             wants_found_inf: write ``found_inf``, for a scaler of the wrapper's own.
@@ -143,7 +179,7 @@ class Outcome:
             # |x / max|^p cannot overflow: the largest magnitude first.
             window.has_partials = False
             window.sum_norm(backend, math.inf)
-            scale = self._largest(backend, window.partials)
+            scale = self._largest(backend, self._of_all_ranks(window.partials, math.inf))
             window.has_partials = False
         window.sum_norm(backend, norm_type, scale)
         total = window.total
@@ -151,16 +187,13 @@ class Outcome:
             divisor = self._divided(divisor, window.sum_weight)
         else:
             divisor = divisor / window.sum_weight
-        if limits != self._limits_key:
-            self._limits_key = list(limits)
-            self._limits = torch.tensor(self._limits_key, dtype=torch.float64)
         backend.finish_(
             self.norm,
             self.group_norms,
             self.factor,
             self.skip,
             self.skipped,
-            window.partials,
+            self._of_all_ranks(window.partials, norm_type),
             self._spans,
             self._limits,
             total if isinstance(total, Tensor) else self._total.fill_(total),

@@ -7,7 +7,7 @@ hooks move them out of ``.grad`` while backward runs, in buckets, into the windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,14 @@ class Pending:
             if pending is not None:
                 pending._take(param)
 
-        self.arrivals = Arrivals(owner, hook if self._in_backward else None)
+        wrapper = self._owner
+
+        def begins() -> None:
+            owner = wrapper()
+            if owner is not None:
+                owner._replicas.backward_begins(owner._roster.params)
+
+        self.arrivals = Arrivals(owner, hook if self._in_backward else None, begins)
 
     @property
     def in_window(self) -> bool:
@@ -164,8 +171,13 @@ class Pending:
 
     # ---------------------------------------------------------------------------------------- checks
 
-    def check_arrived(self, slots: Iterable[Slot]) -> None:
-        """Raises RuntimeError if a gradient that arrived is gone, or only a part of them arrived."""
+    def check_arrived(self, slots: Iterable[Slot], held: Mapping[int, Tensor]) -> None:
+        """Raises RuntimeError if a gradient that arrived is gone, or only a part of them arrived.
+
+        Args:
+            slots: all of them.
+            held: parameters whose earlier micro-batches wait in ``.grad`` for DDP.
+        """
         if self._in_backward:
             return
         if self.arrivals.broken:
@@ -173,7 +185,7 @@ class Pending:
                 "a backward() raised after some of its gradients had arrived, so the pending micro-batch is "
                 "incomplete: call zero_grad() to drop it, then run the micro-batch again or go on"
             )
-        for param in self.arrivals.noted:
+        for param in (*self.arrivals.noted, *held.values()):
             if param.grad is not None:
                 continue
             number = next((slot.number for slot in slots if slot.param is param), None)
@@ -226,6 +238,7 @@ class Pending:
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
             owner._sync_slots()
+            owner._replicas.refuse_backward(owner._roster.params)
         slot = owner._roster.slot_of(param)
         if slot is None or param.grad is None:
             return

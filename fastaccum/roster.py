@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastaccum import groups
+from fastaccum.sharding import Sharding
 from fastaccum.slots import Plan, Slot, make_plans
 
 
@@ -25,6 +26,8 @@ class Roster:
         limits: each parameter group's own max_norm or None.
         plans: layouts, one per accumulation dtype.
         spans: ``(norm group, first chunk, end chunk)``.
+        span_kinds: each span's kind of sharding.
+        sharding: how sums are made over all ranks; None where no parameter is a DTensor.
         n_chunks: over all plans.
     """
 
@@ -41,6 +44,8 @@ class Roster:
         self.limits: list[float | None] = []
         self.plans: list[Plan] = []
         self.spans: list[tuple[int, int, int]] = []
+        self.span_kinds: list[int] = []
+        self.sharding: Sharding | None = None
         self.n_chunks = 0
 
     def all_params(self) -> list[Tensor]:
@@ -69,6 +74,7 @@ class Roster:
         watch([param for param, _ in found])
         self.slots = [Slot(param, number, group) for number, (param, group) in enumerate(found)]
         self.params = [slot.param for slot in self.slots]
+        self.sharding = Sharding(self.params) if any(slot.sharded for slot in self.slots) else None
         self._number_of = {id(slot.param): slot.number for slot in self.slots}
         self._listed = listed
         self._key = ()
@@ -92,10 +98,11 @@ class Roster:
             RuntimeError: a parameter was resized inside an open window.
         """
         self.limits = groups.group_max_norms(self._optimizer.param_groups)
+        data = self.params if self.sharding is None else [slot.data for slot in self.slots]
         key = (
             [p.dtype for p in self.params],
-            [p.numel() for p in self.params],
-            [p.is_contiguous() or p.stride() for p in self.params],
+            [p.numel() for p in data],
+            [p.is_contiguous() or p.stride() for p in data],
             [limit is not None for limit in self.limits],
         )
         if key == self._key:
@@ -112,8 +119,9 @@ class Roster:
         for limit in self.limits:
             own += limit is not None
             self.norm_group_of.append(own if limit is not None else 0)
-        self.plans, self.spans, self.n_chunks = make_plans(
-            self.slots, self.norm_group_of, self._accumulate_dtype
+        kinds = None if self.sharding is None else self.sharding.kinds
+        self.plans, self.spans, self.span_kinds, self.n_chunks = make_plans(
+            self.slots, self.norm_group_of, self._accumulate_dtype, kinds
         )
         self._key = key
         return True

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastaccum import sharding
 from fastaccum.layout import Layout
 
 
@@ -21,17 +22,33 @@ class Slot:
         dense: its elements fill one stretch of memory, so kernels may run over it.
         contiguous: row-major; then a gradient has the same memory order if it is contiguous.
         stride: its strides, for the other dense ones.
+        sharded: it is a DTensor; shapes and orders are then those of this rank's part.
     """
 
-    __slots__ = ("contiguous", "dense", "group", "number", "param", "stride")
+    __slots__ = ("contiguous", "dense", "group", "number", "param", "sharded", "stride")
 
     def __init__(self, param: Tensor, number: int, group: int) -> None:
         self.param = param
         self.number = number
         self.group = group
-        self.contiguous = param.is_contiguous()
-        self.dense = self.contiguous or _is_dense(param)
-        self.stride = param.stride()
+        self.sharded = sharding.is_sharded(param)
+        data = self.data
+        self.contiguous = data.is_contiguous()
+        self.dense = self.contiguous or _is_dense(data)
+        self.stride = data.stride()
+
+    @property
+    def data(self) -> Tensor:
+        """What kernels see of the parameter."""
+        return sharding.local(self.param) if self.sharded else self.param
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What kernels see of a tensor that is spread as the parameter is."""
+        return sharding.local(tensor) if self.sharded and sharding.is_sharded(tensor) else tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The reverse: a DTensor for the part of a parameter that is one."""
+        return sharding.like(self.param, tensor) if self.sharded else tensor
 
     def ordered(self, tensor: Tensor) -> Tensor:
         """The tensor itself if it lies in memory in this slot's order, else a copy that does."""
@@ -48,29 +65,31 @@ class Slot:
         Raises:
             RuntimeError: it has another shape than the parameter.
         """
+        if self.sharded:
+            grad = sharding.gradient(self.param, grad)
         if grad.is_sparse:
             grad = grad.coalesce().to_dense()
         elif grad.layout != torch.strided:
             grad = grad.to_dense()
-        if grad.shape != self.param.shape:
+        if grad.shape != self.data.shape:
             raise RuntimeError(
                 f"the gradient of parameter {self.number} has shape {list(grad.shape)}, the parameter has "
-                f"{list(self.param.shape)}"
+                f"{list(self.data.shape)}"
             )
         return self.ordered(grad.resolve_neg())  # kernels see memory, not the bit that flips its sign
 
     def empty(self) -> Tensor:
         """An uninitialised tensor like the parameter, in this slot's memory order."""
         if self.dense:
-            return torch.empty_like(self.param, memory_format=torch.preserve_format)
+            return torch.empty_like(self.data, memory_format=torch.preserve_format)
         # With gaps, preserve_format would keep the order of the strides, not the row-major one.
-        return torch.empty_like(self.param, memory_format=torch.contiguous_format)
+        return torch.empty_like(self.data, memory_format=torch.contiguous_format)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A flat stretch of a buffer in the parameter's shape."""
         if self.contiguous or not self.dense:
-            return flat.view(self.param.shape)
-        return flat.as_strided(self.param.shape, self.stride)
+            return flat.view(self.data.shape)
+        return flat.as_strided(self.data.shape, self.stride)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -133,28 +152,39 @@ def accumulation_dtype(param_dtype: torch.dtype, asked: torch.dtype | None) -> t
 
 
 def make_plans(
-    slots: Sequence[Slot], norm_group_of: Sequence[int], asked: torch.dtype | None
-) -> tuple[list[Plan], list[tuple[int, int, int]], int]:
+    slots: Sequence[Slot],
+    norm_group_of: Sequence[int],
+    asked: torch.dtype | None,
+    kinds: Sequence[int] | None = None,
+) -> tuple[list[Plan], list[tuple[int, int, int]], list[int], int]:
     """Lays slots out.
 
     Args:
         slots: all slots.
         norm_group_of: norm group of each parameter group.
         asked: ``accumulate_dtype``.
+        kinds: each slot's kind of sharding; a chunk's sum is of one kind.
 
     Returns:
         Plans, one per accumulation dtype; spans ``(norm group, first chunk, end chunk)`` over all
-        plans' chunks numbered on; the number of chunks.
+        plans' chunks numbered on; each span's kind; the number of chunks.
     """
+    n_kinds = max(kinds, default=0) + 1 if kinds else 1
+
+    def sums(slot: Slot) -> int:
+        """Of one such number a chunk may hold slots: norm group and kind in one."""
+        return norm_group_of[slot.group] * n_kinds + (kinds[slot.number] if kinds else 0)
+
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         by_dtype.setdefault(accumulation_dtype(slot.param.dtype, asked), []).append(slot)
     plans: list[Plan] = []
     spans: list[tuple[int, int, int]] = []
+    span_kinds: list[int] = []
     chunks = 0
     for dtype, members in by_dtype.items():
-        members.sort(key=lambda slot: (norm_group_of[slot.group], slot.number))
-        layout = Layout.of([s.param.numel() for s in members], [norm_group_of[s.group] for s in members])
+        members.sort(key=lambda slot: (sums(slot), slot.number))
+        layout = Layout.of([s.data.numel() for s in members], list(map(sums, members)))
         plans.append(
             Plan(
                 dtype,
@@ -168,6 +198,7 @@ def make_plans(
                 torch.tensor([s.group for s in members], dtype=torch.int64),
             )
         )
-        spans += [(group, chunks + begin, chunks + end) for group, begin, end in layout.spans]
+        spans += [(both // n_kinds, chunks + begin, chunks + end) for both, begin, end in layout.spans]
+        span_kinds += [both % n_kinds for both, _, _ in layout.spans]
         chunks += layout.n_chunks
-    return plans, spans, chunks
+    return plans, spans, span_kinds, chunks

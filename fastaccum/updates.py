@@ -54,6 +54,20 @@ class Counters(NamedTuple):
     lr_groups: Tensor
 
 
+class _Ready(NamedTuple):
+    """The tensors of an update, by parameter; all memory that it takes is there."""
+
+    states: list[list[Tensor]]
+    grads: list[Tensor]
+    params: list[Tensor]
+    dense: list[Tensor]  # the same, or a dense copy
+    targets: list[Tensor]  # what the update runs on: the same, or a float32 master
+    copies: list[Tensor]  # what it writes beside
+
+
+_NOTHING_READY = _Ready([], [], [], [], [], [])
+
+
 class Numbers:
     """Options that are tensors, read once per value: reading one on a GPU waits for it."""
 
@@ -84,15 +98,15 @@ class Masters:
 
     def of(self, slot: Slot) -> Tensor:
         """A parameter's master, up to date."""
-        param = slot.param
-        master, version = self._masters.get(param, (None, -1))
+        param = slot.data
+        master, version = self._masters.get(slot.param, (None, -1))
         if master is None or master.device != param.device or master.shape != param.shape:
             master = slot.empty().float().copy_(param)
         elif version != param._version:
             wide = param.float()
             master.copy_(torch.where(master.to(param.dtype) == param, master, wide))
         master = slot.ordered(master)
-        self._masters[param] = (master, param._version)
+        self._masters[slot.param] = (master, param._version)
         return master
 
     def targets(self, slots: Sequence[Slot], params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -106,18 +120,19 @@ class Masters:
         """The parameters hold what their masters round to."""
         for slot in slots:
             if slot.param in self._masters:
-                self._masters[slot.param] = (self._masters[slot.param][0], slot.param._version)
+                self._masters[slot.param] = (self._masters[slot.param][0], slot.data._version)
 
     def export(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
         """Copies, by slot number."""
-        return {s.number: self.of(s).clone() for s in slots if s.param in self._masters}
+        return {s.number: s.whole(self.of(s).clone()) for s in slots if s.param in self._masters}
 
     def load(self, slots: Sequence[Slot], masters: dict[int, Tensor]) -> None:
         """Takes copies over."""
         self._masters = WeakTensorKeyDictionary()
         for slot in slots:
             if slot.number in masters:
-                master = slot.ordered(masters[slot.number].to(slot.param.device, torch.float32, copy=True))
+                saved = slot.local(masters[slot.number])
+                master = slot.ordered(saved.to(slot.param.device, torch.float32, copy=True))
                 self._masters[slot.param] = (master, -1)  # compared with the parameter at its next use
 
 
@@ -133,6 +148,7 @@ class FusedRule:
         self.optimizer = optimizer
         self._masters = Masters() if master_weights else None
         self._all_slots: Sequence[Slot] = ()
+        self._sharded = False
         self.steps = torch.zeros(0)
         self._hyper_key: list[tuple[float, ...]] = []
         self._hyper = torch.zeros(0, ops.HYPER_COLUMNS, dtype=torch.float64)
@@ -143,7 +159,7 @@ class FusedRule:
         self._numbers = Numbers()
         self._seen: list[tuple[list[Tensor], list[int]]] = []
         self._selected = NOTHING.selection
-        self._ready: tuple[list[list[Tensor]], list[Tensor]] = ([], [])  # states, gradients
+        self._ready = _NOTHING_READY
         self._made: list[Tensor] = []  # parameters whose state prepare() has made
 
     # What a concrete rule says.
@@ -165,8 +181,9 @@ class FusedRule:
         self.steps = torch.zeros(len(slots), device=device)
         self.scalars = torch.zeros(len(slots), ops.SCALAR_COLUMNS, dtype=torch.float64, device=device)
         self._all_slots = slots
+        self._sharded = any(slot.sharded for slot in slots)
         self._seen = []
-        self._selected, self._ready = NOTHING.selection, ([], [])
+        self._selected, self._ready = NOTHING.selection, _NOTHING_READY
 
     def make_state(self, slots: Sequence[Slot]) -> None:
         """Creates the state of parameters without a step, as if they were about to be updated."""
@@ -199,7 +216,7 @@ class FusedRule:
                 options = {name: value for name, value in group.items() if name != "params"}
                 raise ValueError(
                     f"param_groups[{i}] holds an option that cannot be used ({error!r}): {options}. "
-                    "Nothing was updated; mend it and call flush()"
+                    "Nothing was updated; mend it and call step() or flush() again"
                 ) from error
             key.append((*row[:7], limit, float(norm_group), row[7]))
         if key != self._hyper_key:
@@ -232,7 +249,16 @@ class FusedRule:
         self._made = []
         if len(state) < len(self.steps):
             self._made = [slot.param for slot in chosen.slots if slot.param not in state]
-        self._ready = self._states(chosen.slots), finished.grads
+        states = self._states(chosen.slots)
+        params = [slot.data for slot in chosen.slots]
+        dense = list(params)
+        for i, slot in enumerate(chosen.slots):
+            if not slot.dense:  # elements with gaps between them: update a dense copy, write it back
+                dense[i] = params[i].contiguous()
+        targets, copies = dense, []
+        if self._masters is not None:
+            targets, copies = self._masters.targets(chosen.slots, dense)
+        self._ready = _Ready(states, finished.grads, params, dense, targets, copies)
         return Counters(self.steps, self.scalars, chosen.row, chosen.group, hyper, self._lrs, self._lr_groups)
 
     def _empty_state(self, slot: Slot) -> Tensor:
@@ -240,6 +266,18 @@ class FusedRule:
         if self._masters is not None and slot.param.dtype in SIXTEEN_BIT:
             return slot.empty().float()
         return slot.empty()
+
+    def _local(self, slots: Sequence[Slot], tensors: list[Tensor]) -> list[Tensor]:
+        """What kernels see of state tensors."""
+        if not self._sharded:
+            return tensors
+        return [slot.local(tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+
+    @staticmethod
+    def _put(slot: Slot, entry: dict[str, Any], key: str, tensor: Tensor) -> None:
+        """Stores a state tensor in its parameter's memory order, unless it is the one that is there."""
+        if slot.local(entry[key]) is not tensor:
+            entry[key] = slot.whole(tensor)
 
     def export_masters(self) -> dict[int, Tensor]:
         """Copies of the float32 masters by slot number."""
@@ -257,27 +295,22 @@ class FusedRule:
         """The window is skipped after all: state that was made for it goes again."""
         for param in self._made:
             self.optimizer.state.pop(param, None)
-        self._ready, self._made = ([], []), []
+        self._ready, self._made = _NOTHING_READY, []
 
     def update(self, backend: SimpleNamespace, factor: Tensor, skip: Tensor) -> None:
         """Applies what was prepared; on the device, ``skip`` decides whether anything is written."""
-        chosen, (states, grads) = self._selected, self._ready
-        params = [slot.param for slot in chosen.slots]
-        scattered = [i for i, slot in enumerate(chosen.slots) if not slot.dense]
-        targets = list(params)
-        for i in scattered:  # elements with gaps between them: update a dense copy, write it back
-            targets[i] = params[i].contiguous()
-        written, copies = targets, []
-        if self._masters is not None:
-            targets, copies = self._masters.targets(chosen.slots, targets)
+        chosen, ready = self._selected, self._ready
         tables = (chosen.segments, chosen.index, chosen.group, chosen.row, self._hyper, self.scalars)
-        self._apply(backend, targets, states, copies, grads, *tables, factor, skip)
-        for i in scattered:
-            params[i].copy_(written[i])
-        torch.autograd.graph.increment_version(params)
+        self._apply(backend, ready.targets, ready.states, ready.copies, ready.grads, *tables, factor, skip)
+        for param, dense in zip(ready.params, ready.dense, strict=True):
+            if dense is not param:
+                param.copy_(dense)
+        torch.autograd.graph.increment_version(ready.params)
+        if self._sharded:
+            torch.autograd.graph.increment_version([s.param for s in chosen.slots if s.sharded])
         if self._masters is not None:
             self._masters.written(chosen.slots)
-        self._ready, self._made = ([], []), []
+        self._ready, self._made = _NOTHING_READY, []
 
     def _reordered(self, slots: Sequence[Slot], lists: list[list[Tensor]]) -> bool:
         """Brings state tensors into their parameters' memory order, in place in the lists.
@@ -293,10 +326,10 @@ class FusedRule:
             return False
         for tensors in lists:
             for i, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
-                if tensor.shape != slot.param.shape:
+                if tensor.shape != slot.data.shape:
                     raise RuntimeError(
                         f"optimizer state of parameter {slot.number} has shape {list(tensor.shape)}, the "
-                        f"parameter has {list(slot.param.shape)}: load the state of the same model"
+                        f"parameter has {list(slot.data.shape)}: load the state of the same model"
                     )
                 if tensor.device != slot.param.device or tensor.dtype not in ops.DTYPES:
                     raise RuntimeError(
@@ -339,13 +372,13 @@ class AdamRule(FusedRule):
         for slot, entry in zip(slots, entries, strict=True):
             if entry.get("step") is not views[slot.number]:
                 self._adopt(slot, entry)
-        lists = [[e["exp_avg"] for e in entries], [e["exp_avg_sq"] for e in entries]]
+        lists = [self._local(slots, [e[key] for e in entries]) for key in ("exp_avg", "exp_avg_sq")]
         if any(group["amsgrad"] for group in groups):
             # A list has one tensor per parameter; where amsgrad is off it is not looked at.
             for slot, entry in zip(slots, entries, strict=True):
                 if groups[slot.group]["amsgrad"] and "max_exp_avg_sq" not in entry:
-                    entry["max_exp_avg_sq"] = self._empty_state(slot).zero_()
-            lists.append([e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries])
+                    entry["max_exp_avg_sq"] = slot.whole(self._empty_state(slot).zero_())
+            lists.append(self._local(slots, [e.get("max_exp_avg_sq", e["exp_avg_sq"]) for e in entries]))
         if self._reordered(slots, lists):
             self._store(slots, entries, lists)
         return lists
@@ -354,8 +387,9 @@ class AdamRule(FusedRule):
         """Makes a parameter's state, or takes over one that was loaded or set by hand."""
         view = self._step_views[slot.number]
         if "exp_avg" not in entry:
-            entry["exp_avg"] = self._empty_state(slot).zero_()
-            entry["exp_avg_sq"] = self._empty_state(slot).zero_()
+            # Both or none: memory may run out between them.
+            both = [slot.whole(self._empty_state(slot).zero_()) for _ in range(2)]
+            entry["exp_avg"], entry["exp_avg_sq"] = both
         step = entry.get("step", 0.0)
         view.copy_(step) if isinstance(step, Tensor) else view.fill_(float(step))
         # Order of keys as stock makes them.
@@ -367,12 +401,12 @@ class AdamRule(FusedRule):
         self, slots: Sequence[Slot], entries: Sequence[dict[str, Any]], lists: list[list[Tensor]]
     ) -> None:
         for key, tensors in zip(("exp_avg", "exp_avg_sq"), lists, strict=False):
-            for entry, tensor in zip(entries, tensors, strict=True):
-                entry[key] = tensor
+            for slot, entry, tensor in zip(slots, entries, tensors, strict=True):
+                self._put(slot, entry, key, tensor)
         if len(lists) == 3:
             for slot, entry, tensor in zip(slots, entries, lists[2], strict=True):
                 if self.optimizer.param_groups[slot.group]["amsgrad"]:
-                    entry["max_exp_avg_sq"] = tensor
+                    self._put(slot, entry, "max_exp_avg_sq", tensor)
 
     def _apply(
         self, backend: SimpleNamespace, params: list[Tensor], states: list[list[Tensor]], *rest: Any
@@ -413,23 +447,22 @@ class SgdRule(FusedRule):
         buffers = []
         for slot in slots:
             if not groups[slot.group]["momentum"]:
-                buffers.append(slot.param)  # not looked at
+                buffers.append(slot.data)  # not looked at
                 continue
             entry = state[slot.param]
             buffer = entry.get("momentum_buffer")
             if buffer is None:
                 # The first step makes the buffer the gradient; the counter tells the kernel.
-                buffer = self._empty_state(slot).zero_()
-                entry["momentum_buffer"] = buffer
+                buffer = entry["momentum_buffer"] = slot.whole(self._empty_state(slot).zero_())
                 self.steps[slot.number] = 0.0
             elif self._known.get(slot.number) is not buffer:
                 self.steps[slot.number].clamp_(min=1.0)  # a loaded buffer is not a first step
-            buffers.append(buffer)
+            buffers.append(slot.local(buffer))
         if self._reordered(slots, [buffers]):
             for slot, tensor in zip(slots, buffers, strict=True):
                 if groups[slot.group]["momentum"]:
-                    state[slot.param]["momentum_buffer"] = tensor
-                    self._known[slot.number] = tensor
+                    self._put(slot, state[slot.param], "momentum_buffer", tensor)
+                    self._known[slot.number] = state[slot.param]["momentum_buffer"]
         return [buffers]
 
     def _apply(
@@ -497,7 +530,7 @@ class GenericRule:
                 which = torch.tensor([norm_group_of[s.group] for s in slots], dtype=torch.int64)
                 backend.scale_into_(out, grads, factor, which, limit)
                 for slot, grad in zip(slots, out, strict=True):
-                    slot.param.grad = grad
+                    slot.param.grad = slot.whole(grad)
             original_step(self.optimizer)()
         finally:
             for slot in self._slots:

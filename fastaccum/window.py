@@ -267,24 +267,47 @@ class Window:
 
     # ----------------------------------------------------------------------------------- closing
 
-    def finished(self) -> Finished:
-        """What the window holds."""
-        parts = self._parts()
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients that are held lie."""
+        return next(iter(self.kept.values())).device if self.kept else self.buffers[0].data.device
+
+    def finished(self, entries: Sequence[Entry] = (), keep: bool = False) -> Finished:
+        """What the window will hold once these gradients are added: the same tensors, not their numbers yet.
+
+        Args:
+            entries: gradients that :meth:`add` is about to be given.
+            keep: as for :meth:`add`.
+        """
+        parts = self._parts(entries, keep)
         if not self._selection.serves(parts):
             self._selection = Selection(parts, self._segments)
         grads = parts[0][2] if len(parts) == 1 else [grad for part in parts for grad in part[2]]
         return Finished(parts, self._selection, grads)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self, entries: Sequence[Entry], keep: bool) -> list[Part]:
         result: list[Part] = []
-        if self.kept:
-            for plan, (grads, index) in zip(self.plans, self._kept_by_plan(), strict=True):
+        as_they_are = self._by_plan(entries) if keep and self.empty and entries else None
+        if self.kept and not entries:
+            as_they_are = self._kept_by_plan()
+        if as_they_are is not None:
+            for plan, (grads, index) in zip(self.plans, as_they_are, strict=True):
                 if grads:
                     whole = len(grads) == len(plan.slots)
                     result.append((plan, range(len(grads)) if whole else host(index), grads, index))
             return result
-        for buffer in self.buffers if self._in_buffers else ():
-            places = [k for k, here in enumerate(host(buffer.present)) if here]
+        if entries and not self.buffers:
+            self._allocate(entries[0][1].device)
+        fresh: list[set[int]] = [set() for _ in self.plans]
+        for number in (*(slot.number for slot, _ in entries), *self.kept):
+            plan_number, k = self.position[number]
+            fresh[plan_number].add(k)
+        for i, buffer in enumerate(self.buffers if self._in_buffers or entries else ()):
+            if len(fresh[i]) == len(buffer.views):
+                places: list[int] = list(range(len(buffer.views)))
+            else:
+                here = host(buffer.present)
+                places = [k for k in range(len(buffer.views)) if k in fresh[i] or here[k]]
             if places:
                 grads = (
                     buffer.views if len(places) == len(buffer.views) else [buffer.views[k] for k in places]
@@ -330,7 +353,7 @@ class Window:
             return None
         scale = self.sum_weight / divisor
         # A 0-d float64 would make a 0-d gradient float64.
-        return total * (scale.to(total.dtype) if isinstance(scale, Tensor) else scale)
+        return slot.whole(total * (scale.to(total.dtype) if isinstance(scale, Tensor) else scale))
 
     def reset(self) -> None:
         """Forgets the gradients; buffers stay allocated."""
@@ -348,20 +371,21 @@ class Window:
     def export(self) -> tuple[bool, dict[int, Tensor]]:
         """(kept as they came, copies of the sums by slot number), in the parameters' shapes."""
         if self.kept:
-            return True, {n: grad.clone() for n, grad in self.kept.items()}
-        return False, {slot.number: slot.shaped(view).clone() for slot, view in self._buffered()}
+            return True, {n: self._slot(n).whole(grad.clone()) for n, grad in self.kept.items()}
+        return False, {slot.number: slot.whole(slot.shaped(view).clone()) for slot, view in self._buffered()}
 
     def restore(self, kept: bool, sums: dict[int, Tensor], device: torch.device) -> None:
         """The reverse of :meth:`export`; ``sums`` are already checked."""
         self.reset()
         if kept:
-            self.kept = {n: self._slot(n).ordered(grad.to(device, copy=True)) for n, grad in sums.items()}
+            parts = {n: self._slot(n).local(grad) for n, grad in sums.items()}
+            self.kept = {n: self._slot(n).ordered(part.to(device, copy=True)) for n, part in parts.items()}
         elif sums:
             self._allocate(device)
             for number, total in sums.items():
                 plan, k = self.position[number]
                 slot = self._slot(number)
-                slot.shaped(self.buffers[plan].views[k]).copy_(total)
+                slot.shaped(self.buffers[plan].views[k]).copy_(slot.local(total))
                 self.buffers[plan].present[k] = 1
             self._in_buffers = True
 

@@ -18,15 +18,6 @@ def levels() -> tuple[str, ...]:
     return tuple(module.isa_available().split()) if module is not None else ()
 
 
-def pytest_collection_modifyitems(items) -> None:
-    from tests.known_faults import KNOWN_FAULTS
-
-    for item in items:
-        for name, reason in KNOWN_FAULTS.items():
-            if item.nodeid.removeprefix("tests/").startswith(name):
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-
-
 def pytest_addoption(parser) -> None:
     parser.addoption(
         "--emulated",

@@ -10,8 +10,10 @@ import contextlib
 import copy
 import datetime
 import functools
+import io
 import math
 import traceback
+import warnings
 
 import pytest
 
@@ -48,7 +50,12 @@ def work(rank, folder):
     for name, function in CHECKS.items():
         torch.manual_seed(0)
         try:
-            results[name] = function(rank)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results[name] = function(rank)
+            results[f"{name}: warnings"] = [
+                str(w.message) for w in caught if "fastaccum" in str(w.message) or w.filename == __file__
+            ]
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, f"{folder}/rank{rank}")
@@ -68,6 +75,7 @@ def both(tmp_path_factory):
             assert not isinstance(results[name], str), f"rank {rank}: {results[name]}"
         return [results[name] for results in ranks]
 
+    of.warnings = lambda name: [results[f"{name}: warnings"] for results in ranks]
     return of
 
 
@@ -204,6 +212,8 @@ def test_under_ddp_the_wrapper_is_the_plain_loop(both, name):
         bad = int((~stock["norms"].isfinite()).sum())
         assert ours["skipped"] == bad == ("inf" in name)
         assert ours["stepped"] == stock["norms"].isfinite().tolist()
+    # DDP's own writes are no foreign clip, and its sums were reduced.
+    assert all("skipped" in message for rank in both.warnings(name) for message in rank)
     # Not only close: the ranks hold the same bits, or they drift apart.
     a, b = (r["ours"] for r in results)
     assert all(torch.equal(x, y) for x, y in zip(a["params"], b["params"], strict=True))
@@ -320,25 +330,263 @@ def test_a_window_saved_in_its_middle_goes_on_under_ddp(both):
         assert all(torch.equal(x, y) for x, y in zip(a[0], params, strict=True))
 
 
+# ---------------------------------------------------------------------------------------- under no_sync()
+
+
+def one(rank, k=2, **options):
+    """A parameter of 1 element under DDP, SGD with lr 1."""
+    module = Scaled()
+    return module, DDP(module), FusedAccumulator(torch.optim.SGD(module.parameters(), lr=1.0), k, **options)
+
+
+def send(model, optimizer, value, sync, **given):
+    with contextlib.nullcontext() if sync else model.no_sync():
+        loss = model(torch.tensor([float(value)]))
+        optimizer.backward(loss, **given) if given else loss.backward()
+
+
+def refusal(call, kind):
+    """The message of the error that a call must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@check
+def counts(rank):
+    """Sums over items: 3 items in all on each rank."""
+    module, model, optimizer = one(rank)
+    send(model, optimizer, 2 + rank, False, count=1)
+    optimizer.step()
+    send(model, optimizer, 5 + rank, True, count=2)
+    optimizer.step()
+    return module.weight.item()
+
+
+def test_sums_over_items_under_no_sync(both):
+    """(2 + 5) / 3 and (3 + 6) / 3 average 8 / 3; that weights are not reduced is said once."""
+    assert both("counts") == [pytest.approx(-8 / 3, rel=1e-6)] * 2
+    assert all(
+        ["all-reduced total" in message for message in rank] == [True] for rank in both.warnings("counts")
+    )
+
+
+@check
+def equal_weights(rank):
+    module, model, optimizer = one(rank)
+    for sync in (False, True):
+        send(model, optimizer, 2 + rank, sync, weight=3)
+        optimizer.step()
+    first = module.weight.item()
+    send(model, optimizer, 1, False, weight=3)
+    optimizer.step()
+    send(model, optimizer, 1, True, weight=4)
+    before = module.weight.grad.clone(), optimizer.micro_step
+    message = refusal(optimizer.step, ValueError)
+    same = torch.equal(before[0], module.weight.grad) and before[1] == optimizer.micro_step == 1
+    return first, message, same, module.weight.item()
+
+
+def test_unequal_weights_under_no_sync_are_refused(both):
+    for first, message, same, after in both("equal_weights"):
+        assert first == after == -2.5 and same
+        assert "weight= must be the same number" in message and "count=" in message
+
+
+@check
+def last_not_reduced(rank):
+    """The loop forgets to leave no_sync(): each rank has its own sum, as in stock."""
+    module, model, optimizer = one(rank)
+    for _ in range(4):
+        send(model, optimizer, 1 + rank, False)
+        optimizer.step()
+    return module.weight.item()
+
+
+def test_a_window_that_closes_unreduced_is_stock_s_with_a_warning(both):
+    assert both("last_not_reduced") == [-2.0, -4.0]
+    for rank in both.warnings("last_not_reduced"):
+        assert len(rank) == 1 and "no_sync()" in rank[0] and "micro_step + 1" in rank[0]
+
+
+@check
+def flushed(rank):
+    module, model, optimizer = one(rank, 4)
+    send(model, optimizer, 1 + rank, False)
+    optimizer.step()
+    flushed = optimizer.flush()
+    return flushed, module.weight.item(), module.weight.grad is None, optimizer.micro_step
+
+
+def test_flush_takes_what_was_not_reduced_with_a_warning(both):
+    assert both("flushed") == [(True, -1.0, True, 0), (True, -2.0, True, 0)]
+    assert all("no_sync()" in rank[0] for rank in both.warnings("flushed"))
+
+
+@check
+def pending_apart(rank):
+    """A micro-batch that was added to unreduced ones cannot be dropped alone; one that was not can."""
+    module, model, optimizer = one(rank, 3)
+    send(model, optimizer, 1 + rank, False)
+    optimizer.step()
+    optimizer.zero_grad()  # nothing is pending: what is closed stays
+    kept = module.weight.grad.item(), optimizer.grad(module.weight).item()
+    send(model, optimizer, 10, False)
+    calls = (optimizer.zero_grad, optimizer.flush, optimizer.state_dict)
+    messages = [refusal(call, RuntimeError) for call in calls]
+    optimizer.discard()
+    dropped = module.weight.grad is None and optimizer.micro_step == 0
+    for sync in (False, False, True):
+        send(model, optimizer, 1 + rank, sync)
+        optimizer.step()
+    return kept, messages, dropped, module.weight.item()
+
+
+def test_a_micro_batch_under_no_sync_cannot_be_told_apart_once_added(both):
+    for rank, (kept, messages, dropped, after) in enumerate(both("pending_apart")):
+        assert kept == (1.0 + rank, 1.0 + rank)
+        assert all("wait to be reduced" in message for message in messages)
+        assert dropped and after == -1.5
+
+
+@check
+def cleared(rank):
+    module, model, optimizer = one(rank, 3)
+    send(model, optimizer, 1, False)
+    optimizer.step()
+    model.zero_grad()
+    return [refusal(optimizer.step, RuntimeError)]
+
+
+def test_unreduced_gradients_that_are_cleared_are_missed(both):
+    assert all("is gone from .grad" in message for (message,) in both("cleared"))
+
+
+@check
+def saved(rank):
+    """Saved while a micro-batch waits to be reduced; continued in fresh objects."""
+    module, model, optimizer = one(rank, 3)
+    send(model, optimizer, 1 + rank, False)
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    again, again_model, again_optimizer = one(rank, 3)
+    again_optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+    for sync in (False, True):
+        send(again_model, again_optimizer, 2 + rank, sync)
+        again_optimizer.step()
+    return again.weight.item(), optimizer.micro_step
+
+
+def test_unreduced_gradients_are_saved(both):
+    """(1 + 2 + 2 + 2 + 3 + 3) / 6."""
+    assert both("saved") == [(pytest.approx(-13 / 6, rel=1e-6), 1)] * 2
+
+
+@check
+def evaluated_between(rank):
+    """A forward without gradients between backward and step, which sets DDP's flag, changes nothing."""
+    module, model, optimizer = one(rank)
+    for sync in (False, True, True, True):
+        send(model, optimizer, 1 + rank, sync)
+        with torch.no_grad():
+            model(torch.ones(1))
+        optimizer.step()
+    return module.weight.item()
+
+
+def test_a_forward_between_backward_and_step_changes_nothing(both):
+    assert both("evaluated_between") == [-3.0] * 2
+    assert both.warnings("evaluated_between") == [[], []]
+
+
+@check
+def refused(rank):
+    module, model, optimizer = one(rank, take="backward")
+    taken = refusal(lambda: send(model, optimizer, 1, True), RuntimeError)
+    optimizer.discard()
+    dropping, dropping_model, dropping_optimizer = one(rank, nonfinite_micro_batch="drop")
+    send(dropping_model, dropping_optimizer, 1, False)
+    dropped = refusal(dropping_optimizer.step, RuntimeError)
+    scaled, scaled_model, scaled_optimizer = one(rank)
+    scaler = torch.amp.GradScaler("cpu")
+    with scaled_model.no_sync():
+        scaler.scale(scaled_model(torch.ones(1))).backward()
+    explicit = refusal(lambda: scaler.step(scaled_optimizer), RuntimeError)
+    return taken, dropped, explicit
+
+
+def test_what_cannot_work_under_ddp_is_refused(both):
+    for taken, dropped, explicit in both("refused"):
+        assert "take='step'" in taken
+        assert "nonfinite_micro_batch='keep'" in dropped
+        assert "scaler=" in explicit
+
+
+@check
+def own_scaler(rank):
+    """Two windows; the second holds an inf on one rank, in a micro-batch that is not reduced."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    module, model, optimizer = one(rank, scaler=scaler)
+    seen = []
+    for i, sync in enumerate((False, True, False, True, False, True)):
+        value = math.inf if (i, rank) == (2, 1) else 1.0 + rank
+        with contextlib.nullcontext() if sync else model.no_sync():
+            optimizer.backward(model(torch.tensor([value])))
+        optimizer.step()
+        if optimizer.updated:
+            seen.append((module.weight.item(), optimizer.stepped, scaler.get_scale()))
+    return seen
+
+
+def test_the_wrapper_s_own_scaler_under_no_sync(both):
+    assert both("own_scaler") == [[(-1.5, True, 8.0), (-1.5, False, 4.0), (-3.0, True, 4.0)]] * 2
+
+
 # ----------------------------------------------------------------------------------------------- FSDP2
 
 
-def sharded(rank, how, ours, spoil=nothing):
-    """Two windows of 4 micro-batches of a model whose parameters are sharded: stock's loop or the wrapper."""
+def mesh_of(shape=(RANKS,)):
     from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded_net(mesh):
+    """The net, each part sharded on its own."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
     model = Net()
-    for part in (model.first, model.branch, model.last):
+    for part in model.children():
         fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-    wrapper = FusedAccumulator(optimizer, 4, max_norm=0.05) if ours else None
+    return fully_shard(model, mesh=mesh)
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+MAKE = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=False),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, foreach=False),  # the generic path
+}
+
+
+def sharded(rank, how, ours, spoil=nothing, k=4, norm_type=2.0, make="adamw", shape=(RANKS,), windows=2):
+    """Windows of a model whose parameters are sharded: stock's loop or the wrapper."""
+    model = sharded_net(mesh_of(shape))
+    optimizer = MAKE[make](model.parameters())
+    wrapper = FusedAccumulator(optimizer, k, max_norm=0.05, norm_type=norm_type) if ours else None
     norms = []
-    for i, x in enumerate(data(rank, 8)):
-        last = i % 4 == 3
+    for i, x in enumerate(data(rank, k * windows)):
+        last = i % k == k - 1
         model.set_requires_gradient_sync(last or how == "always")
         loss = model(x).square().mean() * spoil(rank, i)
         if wrapper is not None:
@@ -347,20 +595,26 @@ def sharded(rank, how, ours, spoil=nothing):
             if wrapper.updated:
                 norms.append(wrapper.norm.clone())
             continue
-        (loss / 4).backward()
+        (loss / k).backward()
         if last:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False).full_tensor()
+            norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=False))
             norms.append(norm)
             if norm.isfinite():
                 optimizer.step()
             optimizer.zero_grad()
-    params = [p.full_tensor().detach().clone() for p in model.parameters()]
-    return {"params": params, "norms": torch.stack(norms), "skipped": int(wrapper.skipped) if ours else None}
+    state = [full(value) for entry in optimizer.state.values() for value in entry.values()]
+    return {
+        "params": [full(p).detach().clone() for p in model.parameters()],
+        "norms": torch.stack(norms),
+        "skipped": int(wrapper.skipped) if ours else None,
+        "state": [value.detach().clone() for value in state],
+        "kinds": [type(value).__name__ for entry in optimizer.state.values() for value in entry.values()],
+    }
 
 
-def fsdp(how, spoil=nothing):
+def fsdp(how, spoil=nothing, **options):
     def run(rank):
-        return {"stock": sharded(rank, how, False, spoil), "ours": sharded(rank, how, True, spoil)}
+        return {ours: sharded(rank, how, ours == "ours", spoil, **options) for ours in ("stock", "ours")}
 
     return run
 
@@ -368,7 +622,17 @@ def fsdp(how, spoil=nothing):
 SHARDED = {
     "fsdp2_always": fsdp("always"),
     "fsdp2_last": fsdp("last"),
+    "fsdp2_k1": fsdp("always", k=1),
+    "fsdp2_last_amsgrad": fsdp("last", make="amsgrad"),
+    "fsdp2_last_momentum": fsdp("last", make="momentum"),
+    "fsdp2_always_generic": fsdp("always", make="rmsprop"),
+    "fsdp2_norm_1": fsdp("always", norm_type=1.0),
+    "fsdp2_norm_inf": fsdp("always", norm_type=math.inf),
+    "fsdp2_norm_3": fsdp("last", norm_type=3.0),
     "fsdp2_inf": fsdp("always", functools.partial(one_inf, at=5)),
+    "fsdp2_inf_last": fsdp("last", functools.partial(one_inf, at=5)),
+    "fsdp2_inf_generic": fsdp("always", functools.partial(one_inf, at=5), make="rmsprop"),
+    "hsdp_replicated": fsdp("always", shape=(RANKS, 1)),  # every rank holds all: it counts once
 }
 CHECKS.update(SHARDED)
 
@@ -381,6 +645,174 @@ def test_under_fsdp2_the_wrapper_is_the_plain_loop(both, name):
         stock, ours = result["stock"], result["ours"]
         torch.testing.assert_close(ours["norms"], stock["norms"], rtol=1e-5, atol=0, equal_nan=True)
         torch.testing.assert_close(ours["params"], stock["params"], rtol=1e-5, atol=1e-6)
-        assert ours["skipped"] == ("inf" in name)
+        torch.testing.assert_close(ours["state"], stock["state"], rtol=1e-4, atol=1e-7)
+        assert ours["kinds"] == stock["kinds"], "state is spread as stock's is"
+        assert ours["skipped"] == ("inf" in name and "norm" not in name)
     a, b = (r["ours"]["norms"].nan_to_num() for r in results)
     assert torch.equal(a, b)
+
+
+@check
+def fsdp2_held(rank):
+    """What FSDP2 has not reduced, the wrapper cannot reach: it says so, and nothing is lost."""
+    model = sharded_net(mesh_of())
+    optimizer = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+    inputs = data(rank, 3)
+
+    def send(x, sync):
+        model.set_requires_gradient_sync(sync)
+        model(x).square().mean().backward()
+
+    send(inputs[0], False)
+    optimizer.step()
+    calls = (optimizer.flush, optimizer.discard, optimizer.state_dict)
+    messages = [refusal(call, RuntimeError) for call in calls]
+    send(inputs[1], False)
+    messages.append(refusal(optimizer.step, RuntimeError))
+    send(inputs[2], True)  # of the same micro-batch
+    optimizer.step()
+    return messages, optimizer.updated, [full(p).detach().clone() for p in model.parameters()]
+
+
+def test_gradients_that_fsdp2_holds_are_named(both):
+    torch.manual_seed(0)
+    net = Net()
+    for rank in range(RANKS):
+        for x in data(rank, 3):
+            (net(x).square().mean() / 2 / RANKS).backward()
+    expected = [p.detach() - p.grad for p in net.parameters()]
+    for messages, updated, params in both("fsdp2_held"):
+        assert updated and all("set_requires_gradient_sync(True)" in message for message in messages)
+        torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+@check
+def fsdp2_state(rank):
+    """A window saved in its middle goes on bit for bit; stock and the wrapper load each other's state."""
+
+    def fresh(k):
+        model = sharded_net(mesh_of())
+        optimizer = FusedAccumulator(torch.optim.AdamW(model.parameters(), lr=0.1), k, max_norm=0.1)
+        optimizer.track(parameter_norms=True, noise_scale=True)
+        return model, optimizer
+
+    def run(model, optimizer, inputs):
+        for x in inputs:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    inputs = data(rank, 8)
+    model, optimizer = fresh(4)
+    run(model, optimizer, inputs)
+    part, part_optimizer = fresh(4)
+    run(part, part_optimizer, inputs[:6])
+    saved = copy.deepcopy((part.state_dict(), part_optimizer.state_dict()))
+    again, again_optimizer = fresh(4)
+    again.load_state_dict(saved[0])
+    again_optimizer.load_state_dict(saved[1])
+    run(again, again_optimizer, inputs[6:])
+    same = all(
+        torch.equal(full(p), full(q)) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+    )
+    stock = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stock.load_state_dict(optimizer.state_dict())
+    again_optimizer.load_state_dict(stock.state_dict())
+    norms = torch.stack(list(optimizer.parameter_norms.values()))
+    grads = [optimizer.grad(p) for p in model.parameters()]
+    return {
+        "same": same,
+        "norms": norms,
+        "norm": optimizer.norm.clone(),
+        "noise": optimizer.stats()["noise_scale"],
+        "no grads": all(g is None for g in grads),
+        "dtensor": type(saved[1]["fastaccum"]["gradients"][0]).__name__,
+    }
+
+
+def test_state_under_fsdp2(both):
+    results = both("fsdp2_state")
+    for result in results:
+        assert result["same"] and result["no grads"] and result["dtensor"] == "DTensor"
+        torch.testing.assert_close(result["norms"].norm().float(), result["norm"], rtol=1e-6, atol=0)
+        assert result["noise"] == results[0]["noise"] and result["noise"] > 0.0
+        assert torch.equal(result["norms"], results[0]["norms"])
+
+
+@check
+def fsdp2_drop(rank):
+    """A micro-batch that is not finite on one rank's shard only is left out on both."""
+    mesh = mesh_of()
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def parameter(values):
+        return nn.Parameter(distribute_tensor(torch.tensor(values), mesh, [Shard(0)]))
+
+    p = parameter([0.0, 0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 3, nonfinite_micro_batch="drop", max_norm=1e9)
+    for grad in ([1.0, 2.0], [1.0, math.inf], [3.0, 4.0]):
+        p.grad = distribute_tensor(torch.tensor(grad), mesh, [Shard(0)])
+        optimizer.step()
+    return full(p).tolist(), optimizer.norm.item(), optimizer.stepped
+
+
+def test_a_micro_batch_is_dropped_on_all_ranks(both):
+    assert both("fsdp2_drop") == [([-2.0, -3.0], pytest.approx(13**0.5), True)] * 2
+
+
+@check
+def placements(rank):
+    """Sharded, replicated and plain parameters in one norm; a gradient that is a partial sum."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of()
+    spread = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])  # 2 elements here, 1 there
+    same = distribute_tensor(torch.zeros(1), mesh, [Replicate()])
+    params = [nn.Parameter(t) for t in (spread, same, torch.zeros(1), same.clone())]
+    optimizer = FusedAccumulator(torch.optim.SGD(params, lr=1.0), 1, max_norm=5.0)
+    params[0].grad = distribute_tensor(torch.tensor([1.0, 2.0, 2.0]), mesh, [Shard(0)])
+    params[1].grad = distribute_tensor(torch.tensor([4.0]), mesh, [Replicate()])
+    params[2].grad = torch.tensor([5.0])
+    params[3].grad = DTensor.from_local(torch.tensor([1.0 + rank]), mesh, [Partial()], run_check=False)
+    optimizer.step()
+    try:
+        FusedAccumulator(torch.optim.SGD([nn.Parameter(spread.clone())], lr=1.0), take="backward")
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return optimizer.norm.item(), [full(p).tolist() for p in params], message
+
+
+def test_each_element_counts_once_in_the_norm(both):
+    """9 + 16 + 25 + 9 = 59; the partial sums 1 and 2 make 3."""
+    f = 5.0 / 59**0.5
+    for norm, params, message in both("placements"):
+        assert norm == pytest.approx(59**0.5, rel=1e-6)
+        expected = [[-f, -2 * f, -2 * f], [-4 * f], [-5 * f], [-3 * f]]
+        assert params == [pytest.approx(values, rel=1e-5) for values in expected]
+        assert "take='step'" in message
+
+
+@check
+def checkpoint(rank):
+    """torch.distributed.checkpoint's state, of a wrapper that has not stepped and of one that has."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = sharded_net(mesh_of())
+    optimizer = FusedAccumulator(torch.optim.AdamW(model.parameters(), lr=0.1), 2)
+    fresh = get_optimizer_state_dict(model, optimizer)
+    opened = optimizer.micro_step
+    for x in data(rank, 2):
+        model(x).square().mean().backward()
+        optimizer.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    for x in data(rank, 2):
+        model(x).square().mean().backward()
+        optimizer.step()
+    set_optimizer_state_dict(model, optimizer, saved)
+    moments = [full(optimizer.state[p]["exp_avg"]).clone() for p in model.parameters()]
+    expected = [full(saved["state"][name]["exp_avg"]) for name, _ in model.named_parameters()]
+    return len(fresh["state"]), opened, all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
+
+
+def test_torch_s_distributed_checkpoint(both):
+    assert both("checkpoint") == [(6, 0, True)] * 2

@@ -108,7 +108,8 @@ def test_a_refusal_at_the_end_of_a_window_changes_no_dtype_of_parameters(take):
     assert torch.equal(a, before[0]) and torch.equal(b, before[1])
     assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
     optimizer.state[b]["exp_avg"] = right
-    assert optimizer.flush() and optimizer.state[a]["step"] == 2
+    optimizer.step()
+    assert optimizer.updated and optimizer.state[a]["step"] == 2
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("lr", "x"), ("betas", (0.9,)), ("weight_decay", None)])
@@ -117,11 +118,12 @@ def test_an_option_that_cannot_be_used_names_its_group(key, wrong):
     optimizer = FusedAccumulator(torch.optim.AdamW([p], lr=0.1), 1)
     right, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], wrong
     p.sum().backward()
-    with pytest.raises(ValueError, match=r"param_groups\[0\] holds an option .*mend it and call flush"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\] holds an option .*mend it and call step"):
         optimizer.step()
     assert torch.equal(p, torch.ones(3))
     optimizer.param_groups[0][key] = right
-    assert optimizer.flush() and optimizer.state[p]["step"] == 1
+    optimizer.step()
+    assert optimizer.updated and optimizer.state[p]["step"] == 1
 
 
 def test_an_expanded_gradient_is_refused_before_any_is_scaled():
