@@ -84,8 +84,9 @@ class FusedAccumulator(Optimizer):
             was divided already).
         take: ``"step"``: gradients stay in ``.grad`` until ``step()``; ``"backward"``: they are added
             into the buffer while backward runs and ``.grad`` is None afterwards, which saves up to two
-            gradients of memory. What works on ``.grad`` does nothing then: ``model.zero_grad()`` does not
-            drop a micro-batch (this wrapper's ``zero_grad()`` does), foreign clipping does not clip.
+            gradients of memory; not under DDP or FSDP2, which look for them in ``.grad``. What works on
+            ``.grad`` does nothing then: ``model.zero_grad()`` does not drop a micro-batch (this wrapper's
+            ``zero_grad()`` does), foreign clipping does not clip.
         nonfinite: what to do when the finished gradient holds inf or NaN: ``"skip"`` the update and
             count it, ``"propagate"`` as stock PyTorch does, or raise an ``"error"`` before anything
             changes (this one waits for the device).
@@ -144,7 +145,7 @@ class FusedAccumulator(Optimizer):
             ("fuse_weight_gradients", fuse_weight_gradients),
         ):
             arguments.boolean(flag, name)
-        synchronise = "wrap the model in DDP and let it reduce every micro-batch, without no_sync(), for now"
+        synchronise = "leave it out and use DDP or FSDP2 with their own reduction, for now"
         arguments.not_yet(
             model=(model, None, synchronise),
             process_group=(process_group, None, synchronise),

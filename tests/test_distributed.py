@@ -12,8 +12,10 @@ import datetime
 import functools
 import io
 import math
+import re
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -331,6 +333,29 @@ def test_a_window_saved_in_its_middle_goes_on_under_ddp(both):
 
 
 # ---------------------------------------------------------------------------------------- under no_sync()
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+@check
+def readme(rank):
+    """The README's loop over 6 micro-batches with windows of 4."""
+    if not README.is_file():
+        return None
+    (block,) = (
+        b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "no_sync" in b
+    )
+    namespace = {}
+    exec(block, namespace)
+    module, model, optimizer = one(rank, 4)
+    batches = [(torch.tensor([1.0 + i + 4 * rank]), torch.zeros(1)) for i in range(6)]
+    namespace["train"](model, lambda loss, _: loss, optimizer, batches)
+    return module.weight.item()
+
+
+@pytest.mark.skipif(not README.is_file(), reason="runs from a checkout")
+def test_the_readme_s_loop_over_ranks(both):
+    assert both("readme") == [-12.0] * 2 and both.warnings("readme") == [[], []]
 
 
 def one(rank, k=2, **options):
