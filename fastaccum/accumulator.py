@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fastaccum import arguments, backends, checkpoint, groups, observe, pending, scaling, sharding
+from fastaccum.advice import Advice
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.replicas import Replicas
@@ -36,8 +34,6 @@ _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 
 # step() and step(closure=None) are told apart: see FusedAccumulator._asks_for_state.
 _NOT_GIVEN: Any = object()
-
-_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def _part(tensor: Tensor) -> Tensor:
@@ -195,13 +191,12 @@ class FusedAccumulator(Optimizer):
         self._updated = False
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
         self._clip_once: float | None = None
-        self._same_backward_calls = 0
         self._windows = 0  # closed so far
         self._news: observe.Arrived | None = None
         self._noise: observe.NoiseScale | None = None
         self._tracks_norms = False
         self._parameter_norms: dict[Tensor, Tensor] = {}
-        self._warned: set[str] = set()
+        self._advice = Advice()
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()
@@ -524,7 +519,7 @@ class FusedAccumulator(Optimizer):
             kind, items = self._replicas.weight or ("plain", 1.0)
             entries = self._entries(self._held_slots())
             if entries:
-                self._warn_of_unreduced()
+                self._advice.give("unreduced")
             prepared = self._prepare(entries)
             self._enter(entries, items if kind == "weight" else 1.0, self._scaling.of_micro_batch()[0], True)
             self._close_window(prepared)
@@ -623,7 +618,10 @@ class FusedAccumulator(Optimizer):
             self._replicas.check_inside("the window cannot be closed", inside)
         kind, items = self._weigh(given, had_backward)
         unreduced = self._unreduced(kind, items, closing, inside)
-        self._watch_for_misuse(had_backward)
+        if had_backward:
+            self._advice.look_at(self._pending.arrivals, self.accumulation_steps)
+        if "found_inf" not in vars(self):  # GradScaler.unscale_ changes gradients in place, and rightly
+            self._advice.look_for_clip(self._pending.arrivals)
         entries: list[Entry] = []
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN. What is held
         # has a weight of its own.
@@ -689,7 +687,7 @@ class FusedAccumulator(Optimizer):
         unreduced = replicas.unreduced(self._roster.params, self._pending.arrivals.noted)
         spread = self._roster.sharding is not None or replicas.covering(self._roster.params)
         if kind in ("weight", "count") and spread:
-            self._warn_of_weights()
+            self._advice.give("weights")
         if replicas.holds or unreduced or inside:
             drops = self._options["nonfinite_micro_batch"] == "drop"
             told = "found_inf" in vars(self)
@@ -698,7 +696,7 @@ class FusedAccumulator(Optimizer):
         if not closing:
             return unreduced
         if unreduced:
-            self._warn_of_unreduced()
+            self._advice.give("unreduced")
         return set()
 
     def _entries(self, slots: Sequence[Slot], owned: bool = False) -> list[Entry]:
@@ -798,64 +796,6 @@ class FusedAccumulator(Optimizer):
     # GradScaler.step() sets `grad_scale` and `found_inf` on an optimizer that says so, instead of unscaling.
     _step_supports_amp_scaling = True
 
-    def _watch_for_misuse(self, had_backward: bool) -> None:
-        """Warns once about a loop that still counts by itself, and about a foreign clip."""
-        steps = self.accumulation_steps
-        if steps > 1 and "own count" not in self._warned and had_backward:
-            same = self._pending.arrivals.repeated(steps)
-            self._same_backward_calls = self._same_backward_calls + 1 if same else 0
-            if self._same_backward_calls >= 2:
-                self._warn(
-                    "own count",
-                    f"every micro-batch so far held exactly accumulation_steps={steps} backward calls. If "
-                    "the loop calls step() only on every N-th iteration (`if (i + 1) % N == 0`), delete "
-                    "that condition: call step() after every backward, the wrapper counts by itself",
-                )
-        # GradScaler.unscale_ changes gradients in place, and rightly.
-        if "clipped" not in self._warned and "found_inf" not in vars(self):
-            if self._pending.arrivals.changed_in_place():
-                self._warn(
-                    "clipped",
-                    "a pending gradient was changed in place after backward. If that was a clip, it "
-                    "clipped this micro-batch only, not the window: pass max_norm= to "
-                    "FusedAccumulator, or call fastaccum.clip_grad_norm_(optimizer, max_norm)",
-                )
-
-    def _warn(self, key: str, message: str) -> None:
-        self._warned.add(key)
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(message, UserWarning, stacklevel=level)
-
-    def _warn_of_skips(self) -> None:
-        # A scaler that searches its scale skips updates as a matter of course.
-        if "skipped" not in self._warned and self._scaling.scaler is None and not self._outcome.told:
-            self._warn(
-                "skipped",
-                "an update was skipped: the window's gradient holds inf or NaN. `skipped` counts such "
-                "windows, nonfinite='error' stops at the first, and this warning comes once",
-            )
-
-    def _warn_of_unreduced(self) -> None:
-        if "unreduced" not in self._warned:
-            self._warn(
-                "unreduced",
-                "the window closes with gradients that DDP has not reduced: its last micro-batch ran under "
-                "no_sync(), so ranks will update differently unless you reduce .grad yourself. Run the last "
-                "micro-batch without no_sync(): the one with optimizer.micro_step + 1 == "
-                "optimizer.accumulation_steps, and the last before flush()",
-            )
-
-    def _warn_of_weights(self) -> None:
-        if "weights" not in self._warned:
-            self._warn(
-                "weights",
-                "this rank's window is divided by this rank's own weights, while gradients are averaged over "
-                "ranks: give every rank the same number (the all-reduced total divided by the world "
-                "size), or ranks will update differently. This warning comes once",
-            )
-
     def _held_slots(self) -> list[Slot]:
         return [slot for slot in self._roster.slots if id(slot.param) in self._replicas.held]
 
@@ -939,9 +879,13 @@ class FusedAccumulator(Optimizer):
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
             self._rule.cancel()
-            self._warn_of_skips()
-        else:
-            self._rule.update(backend, outcome.factor, outcome.skip)
+            # A scaler that searches its scale skips updates as a matter of course.
+            unexpected = not found and not outcome.told
+            self._end_window()
+            if unexpected:
+                self._advice.give("skipped")
+            return
+        self._rule.update(backend, outcome.factor, outcome.skip)
         self._end_window()
 
     def _end_window(self) -> None:
