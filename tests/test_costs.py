@@ -174,7 +174,7 @@ class Fake:
 
 def test_l08_plans_hold_64_bit_tables():
     slots = [Slot(Fake(n), i, 0) for i, n in enumerate([2**31 + 1, 9, 2**32 + 1, 1])]
-    (plan,), spans, chunks = make_plans(slots, [0], None)
+    (plan,), spans, _, chunks = make_plans(slots, [0], None)
     assert plan.segments.dtype == torch.int64
     offsets, numels = plan.segments.T.tolist()
     assert numels == [2**31 + 1, 9, 2**32 + 1, 1] and offsets[1] > 2**31 and offsets[3] > 2**32
