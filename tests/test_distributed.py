@@ -841,3 +841,26 @@ def checkpoint(rank):
 
 def test_torch_s_distributed_checkpoint(both):
     assert both("checkpoint") == [(6, 0, True)] * 2
+# ----------------------------------------------------------------------------------------- static graph
+
+
+@check
+def x03(rank):
+    """Linear(1, 1) with weight and bias 1; gradients of the weight are the inputs, those of the bias 1."""
+    module = nn.Linear(1, 1)
+    torch.nn.init.ones_(module.weight)
+    torch.nn.init.ones_(module.bias)
+    model = DDP(module, static_graph=True)
+    optimizer = FusedAccumulator(torch.optim.SGD(module.parameters(), lr=1.0), 2)
+    seen = []
+    for i in range(6):
+        model(torch.full((1, 1), 1.0 + i + 4 * rank)).sum().backward()
+        optimizer.step()
+        if optimizer.updated:
+            seen.append([module.weight.item(), module.bias.item()])
+    return seen
+
+
+def test_x03_a_static_graph_gives_the_right_gradients(both):
+    """Means 1, 2, 5, 6; 3, 4, 7, 8; 5, 6, 9, 10, synchronised on every micro-batch."""
+    assert both("x03") == [[[-2.5, 0.0], [-8.0, -1.0], [-15.5, -2.0]]] * 2
