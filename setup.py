@@ -55,7 +55,7 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
 CORE = "libfastaccum_core.so"
 BINDING = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
-NOTE = "_build_note.txt"  # in a package without native code: the reason, shown by `doctor`
+NOTE = "_build_note.txt"  # what native code was built with, or why there is none; for `doctor`
 OLDEST_CUDA = (12, 8)  # the first that knows compute capability 10.0
 TRIED_CUDA = (13, 0)  # the oldest that has been tried; an older one is taken only if asked for
 OLDEST_ARCH = (8, 0)
@@ -474,7 +474,7 @@ class BuildNative(build_ext):
 
 
 class BuildPackage(build_py):
-    """Copies the Python files; without native code, leaves a note that holds the reason."""
+    """Copies the Python files; leaves a note of what native code is built with, or why there is none."""
 
     def run(self):
         """Starts from an empty folder, so that no file of an earlier build is packed."""
@@ -489,7 +489,7 @@ class BuildPackage(build_py):
         reason = why_pure()
         if reason:
             print(f"fastaccum: building WITHOUT native code: {reason}", flush=True)
-            (folder / NOTE).write_text(reason + "\n")
+        (folder / NOTE).write_text(f"{reason or 'built with torch ' + find_torch()[1]}\n")
 
 
 setup(

@@ -8,9 +8,10 @@ the module is calling :func:`explain`) and ``python -m fastaccum doctor`` show t
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,15 +26,26 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def native_module() -> tuple[Any, str | None]:
-    """The compiled module, or None and the reason."""
+    """The compiled module, or None and the reason.
+
+    One that is there but cannot be loaded is also warned of: it was built to be used.
+    """
     try:
         return importlib.import_module("fastaccum._C"), None
     except ImportError as error:
-        return None, _reason_from_build() or str(error)
+        note = _build_note()
+        if importlib.util.find_spec("fastaccum._C") is None:
+            return None, note or str(error)
+        reason = (
+            f"it is there ({note or 'built elsewhere'}) but this torch {torch.__version__} cannot load it "
+            f"({error}): build it again, pip install --no-build-isolation --force-reinstall fastaccum"
+        )
+        warnings.warn(f"fastaccum runs without its native library: {reason}", RuntimeWarning, stacklevel=2)
+        return None, reason
 
 
-def _reason_from_build() -> str | None:
-    """What setup.py wrote down when it built a package without native code."""
+def _build_note() -> str | None:
+    """What setup.py wrote down: what native code was built with, or why there is none."""
     from importlib import resources
 
     note = resources.files("fastaccum") / "_build_note.txt"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -54,9 +55,11 @@ class Scaling:
         """(what the pending gradients were multiplied by, GradScaler's found_inf), None where there is none.
 
         Raises:
-            RuntimeError: ``scaler.step(wrapper)`` was called where the wrapper steps by itself.
+            RuntimeError: ``scaler.step(wrapper)`` was called where the wrapper steps by itself, or the
+                scaler's numbers have no data.
         """
-        told = vars(self._owner())
+        owner = self._owner()
+        told = vars(owner)
         if "found_inf" not in told:
             return (None, None) if self.scaler is None else (self.scaler._scale, None)
         if self.scaler is not None:
@@ -65,8 +68,10 @@ class Scaling:
                 "call optimizer.step() alone, or leave scaler= out for the explicit protocol (scaler.scale, "
                 "scaler.step, scaler.update)"
             )
+        device = owner._outcome.device
         found = told["found_inf"]  # the number 0 where there was no gradient to look at
-        return told.get("grad_scale"), found if isinstance(found, Tensor) else None
+        found = _beside(found, "found_inf", device) if isinstance(found, Tensor) else None
+        return _beside(told.get("grad_scale"), "grad_scale", device), found
 
     def end_window(self, found_inf: Tensor) -> None:
         """Grows or shrinks the wrapper's own scale."""
@@ -75,6 +80,18 @@ class Scaling:
         state = self.scaler._per_optimizer_states[id(self._owner())]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         self.scaler.update()
+
+
+def _beside(scalar: Tensor | None, name: str, device: torch.device) -> Tensor | None:
+    """A scaler's number where the gradients are: its own device is the default GPU, theirs may be another."""
+    if scalar is None or scalar.device == device:
+        return scalar
+    if scalar.is_meta or device.type == "meta":
+        raise RuntimeError(
+            f"{name} is on {scalar.device}, the gradients are on {device}: a tensor without data cannot "
+            "decide an update. Make the GradScaler for the gradients' device, and move the model there first"
+        )
+    return scalar.to(device, non_blocking=True)
 
 
 def unscaled(factor: float | Tensor, scale: Tensor | None, synchronous: bool) -> float | Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Weight = tuple[str, float]  # ("weight", n): a mean over n items; ("count", n): a sum over n
+Range = tuple[Tensor, Tensor]  # a value in float64, and how far roundings of the gradient move it
 
 
 class ContractModel:
@@ -27,6 +28,7 @@ class ContractModel:
         sums: the closed micro-batches' sum of w * g, in the accumulator's dtype.
         windows: windows closed so far.
         updates: those that were applied.
+        exact: what the last update makes of each parameter in float64, by :func:`exactly`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ContractModel:
         self.reduction, self.take, self.nonfinite = reduction, take, nonfinite
         self.updated = self.stepped = self.broken = False
         self.norm, self.skipped, self.windows, self.updates = 0.0, 0, 0, 0
+        self.exact: dict[Tensor, dict[str, Range]] = {}
         self._forget_pending()
         self._forget_window()
 
@@ -273,10 +276,12 @@ class ContractModel:
             else:
                 self._clip(here, group["max_norm"])
         self._clip(shared, self.clip_once if self.clip_once is not None else self.max_norm)
+        if self.max_value is not None:
+            for grad in finished.values():
+                grad.clamp_(-self.max_value, self.max_value)
+        self.exact = exactly(self.optimizer, finished)
         for param in self.params:
             param.grad = finished[param].to(param.dtype) if param in finished else None
-            if param.grad is not None and self.max_value is not None:
-                param.grad.clamp_(-self.max_value, self.max_value)
         self.optimizer.step()
         for param in self.params:
             param.grad = None
@@ -324,6 +329,61 @@ class ContractModel:
 
 def _index(params: list[Tensor], param: Tensor) -> int:
     return next(i for i, p in enumerate(params) if p is param)
+
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def exactly(optimizer: Optimizer, grads: dict[Tensor, Tensor]) -> dict[Tensor, dict[str, Range]]:
+    """One step in float64 from the present state: per parameter its "value" and state, each with its range.
+
+    Near a zero of ``g + weight_decay * p`` a step of Adam is lr times little more than the sign of a sum
+    that has cancelled, so no bound relative to the result can hold: the roundings of the two terms decide
+    that sign, in any arithmetic. The range is what they can do. The exact step is taken thrice, for the
+    gradient and for the gradient moved up and down by
+
+        4 u (|g| + |weight_decay * p|),
+
+    u the unit roundoff of the arithmetic: the factor, the product with it, weight_decay * p and the sum
+    round once each. An optimizer with a step of its own gets the gradient rounded to the parameter's dtype,
+    where roundings before it may tip the balance: there u is that dtype's.
+    """
+    fused = type(optimizer) in FUSED
+
+    def stepped(direction: float) -> dict[Tensor, dict[str, Tensor]]:
+        twins = {p: p.detach().double().clone().requires_grad_() for p in grads}
+        groups = []
+        for group in optimizer.param_groups:
+            members = [p for p in group["params"] if p in grads]
+            for p in members:
+                grad = grads[p] if fused else grads[p].to(p.dtype).double()
+                wide = fused and p.dtype != torch.float64
+                unit = torch.finfo(torch.float32 if wide else p.dtype).eps / 2
+                decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
+                twins[p].grad = grad + direction * 4 * unit * (grad.abs() + (decay * twins[p].detach()).abs())
+            groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
+                           "params": [twins[p] for p in members]})  # fmt: skip
+        other = type(optimizer)(groups)
+        for p, twin in twins.items():
+            state = optimizer.state.get(p, {})
+            other.state[twin] = {
+                k: v.double().clone() if torch.is_tensor(v) and k != "step" else copy.deepcopy(v)
+                for k, v in state.items()
+            }  # fmt: skip
+        other.step()
+        return {
+            p: {"value": twin.detach()} | {k: v for k, v in other.state[twin].items() if torch.is_tensor(v)}
+            for p, twin in twins.items()
+        }
+
+    middle, low, high = stepped(0.0), stepped(-1.0), stepped(1.0)
+    return {
+        p: {
+            k: (v, torch.maximum((high[p][k] - v).abs(), (low[p][k] - v).abs()).nan_to_num(0.0, 0.0))
+            for k, v in values.items()
+        }
+        for p, values in middle.items()
+    }
 
 
 def same_number(a: float, b: float, tolerance: float) -> bool:

@@ -117,7 +117,7 @@ def only(folder, pattern):
 
 
 @needs_sources
-def test_sdist_needs_setuptools_only_and_holds_every_source(tree, bare_python, tmp_path):
+def test_b02_sdist_needs_setuptools_only_and_holds_every_source(tree, bare_python, tmp_path):
     (tree / "fastaccum/stale.so").touch()
     result = run_bare("build_sdist", tree, tmp_path / "out", bare_python, tools=["setuptools"])
     assert result.returncode == 0, result.stdout
@@ -130,7 +130,7 @@ def test_sdist_needs_setuptools_only_and_holds_every_source(tree, bare_python, t
 
 
 @needs_sources
-def test_metadata_needs_setuptools_only(tree, bare_python, tmp_path):
+def test_b02_metadata_needs_setuptools_only(tree, bare_python, tmp_path):
     hook = "prepare_metadata_for_build_wheel"
     result = run_bare(hook, tree, tmp_path / "out", bare_python, tools=["setuptools"])
     assert result.returncode == 0, result.stdout
@@ -142,7 +142,7 @@ def test_metadata_needs_setuptools_only(tree, bare_python, tmp_path):
 
 @needs_sources
 @needs_compiler
-def test_missing_torch_headers_fail_and_say_what_to_do(tree, bare_python, tmp_path):
+def test_b02_missing_torch_headers_fail_and_say_what_to_do(tree, bare_python, tmp_path):
     result = run_bare("build_wheel", tree, tmp_path / "out", bare_python)
     assert result.returncode != 0
     site_packages = only(bare_python / "venv/lib", "*/site-packages")
@@ -212,7 +212,7 @@ def test_native_wheel_and_its_incremental_rebuild(tree, tmp_path):
     packed = {name for name in names if name.startswith("fastaccum/")}
     python = {str(path.relative_to(tree)) for path in tree.glob("fastaccum/**/*.py")}
     python |= {f"fastaccum/{path.relative_to(tree)}" for path in tree.glob("kernels/*.py")}
-    assert packed == python | NATIVE | {"fastaccum/py.typed"}
+    assert packed == python | NATIVE | {"fastaccum/py.typed", "fastaccum/_build_note.txt"}
     assert all(".dist-info/" in name for name in names - packed)
 
     def compiled():
@@ -273,12 +273,56 @@ def wide_instructions(library):
 
 
 @pytest.mark.skipif(not sysconfig.get_platform().endswith("x86_64"), reason="x86-64 only")
-def test_wide_instructions_stay_in_their_level():
+def test_b05_wide_instructions_stay_in_their_level():
     # A template that the linker merges, or a static initialiser, would fail on an older CPU.
     levels, strays = wide_instructions(installed("libfastaccum_core.so"))
     assert not strays
     assert levels["avx2"] > 0 and levels["avx512"] > 0
     assert wide_instructions(installed(f"_C{SUFFIX}")) == (Counter(), Counter())
+
+
+@needs_compiler
+def test_b04_a_library_that_cannot_be_loaded_is_told_of_and_not_used(tmp_path):
+    """As one built against another torch or libstdc++: a symbol is missing when it is loaded."""
+    folder = Path(importlib.util.find_spec("fastaccum").origin).parent
+    shutil.copytree(folder, tmp_path / "fastaccum", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "fastaccum/_build_note.txt").write_text("built with torch 2.10.0\n")
+    (tmp_path / "module.cpp").write_text(
+        "void of_another_torch();\n"
+        'extern "C" __attribute__((visibility("default"))) void* PyInit__C()'
+        " { of_another_torch(); return nullptr; }\n"
+    )
+    library = tmp_path / f"fastaccum/_C{SUFFIX}"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "module.cpp"], check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", TRAINS_WITHOUT],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "always"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    (warning,) = [line for line in result.stdout.splitlines() if "RuntimeWarning" in line]
+    for text in (warning, *re.findall("^(?:reason|refused): .*", result.stdout, re.MULTILINE)):
+        for word in ("of_another_torch", "built with torch 2.10.0", "this torch 2.", "--no-build-isolation"):
+            assert word in text
+    assert result.stdout.count("\nreason: ") == result.stdout.count("\nrefused: ") == 1
+    assert result.stdout.splitlines()[-1] == "reference [-1.0, -2.0]"
+
+
+TRAINS_WITHOUT = """
+import torch
+from fastaccum import FusedAccumulator, backends
+print("\\nreason:", *backends()["cpu"]["native"])
+p = torch.nn.Parameter(torch.zeros(2))
+try:
+    FusedAccumulator(torch.optim.SGD([p]), backend="native")
+except RuntimeError as error:
+    print("refused:", error)
+optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2)
+for grad in ([1.0, 3.0], [1.0, 1.0]):
+    p.grad = torch.tensor(grad)
+    optimizer.step()
+print(backends.choose("auto", p.device), p.tolist())
+"""
 
 
 def test_core_needs_neither_torch_nor_python():

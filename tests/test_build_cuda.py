@@ -155,7 +155,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("kind", "switches", "cuda", "reason"), PROBLEMS)
-def test_unusable_toolkit_is_left_out_with_its_reason(
+def test_b01_unusable_toolkit_is_left_out_with_its_reason(
     build, torch_folder, fake, monkeypatch, capsys, kind, switches, cuda, reason
 ):
     nvcc = fake("toolkit", **kind)
@@ -180,7 +180,7 @@ def test_toolkit_that_was_never_tried_must_be_asked_for(build, torch_folder, fak
 
 
 @pytest.mark.parametrize("home", ["/nonexistent", None])
-def test_missing_toolkit_is_said(build, torch_folder, fake, monkeypatch, home):
+def test_b01_missing_toolkit_is_said(build, torch_folder, fake, monkeypatch, home):
     fake.hide()
     monkeypatch.setattr("sys.path", [])
     build["package_folders"].__globals__["package_folders"] = lambda: []
@@ -324,7 +324,7 @@ def test_one_library_holds_all_architectures_and_needs_no_cuda(gpu_tree, tmp_pat
     assert changed == {"tiny.o", "other.o", "module.o"}  # the module tells the architectures
 
 
-def test_library_without_kernels_tells_why(gpu_tree, tmp_path):
+def test_b01_library_without_kernels_tells_why(gpu_tree, tmp_path):
     (gpu_tree / "csrc/module.cpp").write_text(TINY_GPU["module.cpp"].replace("const char* anchor_gpu();", ""))
     result = run_hook("build_wheel", gpu_tree, tmp_path / "out", CUDA_HOME='/nonexistent "quoted"')
     assert result.returncode == 0, result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from fastaccum import FusedAccumulator, clip_grad_norm_, get_total_norm  # noqa: E402
 from fastaccum.layout import CHUNK, STRAND, Layout  # noqa: E402
@@ -135,6 +139,51 @@ def test_the_first_micro_batch_is_kept_and_not_copied():
     (kept,) = optimizer._window.kept.values()
     assert kept.data_ptr() == where
     assert optimizer.memory()["buffer"] == 0 and optimizer.memory()["kept"] == 2800
+
+
+class Live(TorchDispatchMode):
+    """The largest number of bytes that tensors made meanwhile held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._held = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._held[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
+        self._held = {key: pair for key, pair in self._held.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._held.values()))
+        return result
+
+
+@each_take
+def test_p02_memory_does_not_grow_with_the_micro_batches(take):
+    """A backward per micro-batch of a sum over its tokens, divided once by the window's: nothing piles up."""
+
+    def window(k):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        exact = copy.deepcopy(model).double()
+        optimizer = FusedAccumulator(SGD(model.parameters(), lr=1.0), k, take=take)
+        before = [p.detach().clone() for p in model.parameters()]
+        batches = [(torch.randn(256, 16), torch.arange(256) < 1 + 31 * i) for i in range(k)]
+        with Live() as live:
+            for x, is_token in batches:
+                loss = (model(x).square().flatten() * is_token).sum()
+                optimizer.backward(loss, count=int(is_token.sum()))
+                optimizer.step()
+        assert optimizer.stepped
+        tokens = torch.cat([x[is_token] for x, is_token in batches])
+        exact(tokens.double()).square().mean().backward()
+        for old, p, truth in zip(before, model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close((old - p.detach()).double(), truth.grad, rtol=1e-4, atol=1e-6)
+        return live.peak
+
+    few, many = window(3), window(8)  # from the third on there is a buffer, too
+    assert 256 * 64 * 4 < many <= 1.01 * few, f"{few} bytes for 3 micro-batches, {many} for 8"
 
 
 # ------------------------------------------------------------------------------------------ offsets

@@ -281,7 +281,13 @@ def test_x01_a_short_last_window(both, how):
 def l04(rank):
     return {
         f"{how}-{view}-{reduction}": minus_gradients(
-            rank, [rank + 1.0] * 4, 2, how, n=4, reduction=reduction, gradient_as_bucket_view=view
+            rank,
+            [rank + 1.0, 3 * (rank + 1.0)] * 2,
+            2,
+            how,
+            n=4,
+            reduction=reduction,
+            gradient_as_bucket_view=view,
         )
         for how in ("last", "always")
         for view in (False, True)
@@ -292,10 +298,10 @@ def l04(rank):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("how", ["last", "always"])
 def test_l04_gradients_that_are_views_of_buckets(both, how, view):
-    """Gradients 1 and 2 reduce to 1.5, and twice to 3; DDP writes the next into the same bucket."""
+    """Gradients 1 and 2 reduce to 1.5, 3 and 6 to 4.5; DDP writes the next into the same bucket."""
     for rank in both("l04"):
-        assert rank[f"{how}-{view}-mean"].tolist() == [[-1.5] * 4, [-3.0] * 4]
-        assert rank[f"{how}-{view}-sum"].tolist() == [[-3.0] * 4, [-6.0] * 4]
+        assert rank[f"{how}-{view}-mean"].tolist() == [[-3.0] * 4, [-6.0] * 4]
+        assert rank[f"{how}-{view}-sum"].tolist() == [[-6.0] * 4, [-12.0] * 4]
 
 
 @check
@@ -841,3 +847,26 @@ def checkpoint(rank):
 
 def test_torch_s_distributed_checkpoint(both):
     assert both("checkpoint") == [(6, 0, True)] * 2
+# ----------------------------------------------------------------------------------------- static graph
+
+
+@check
+def x03(rank):
+    """Linear(1, 1) with weight and bias 1; gradients of the weight are the inputs, those of the bias 1."""
+    module = nn.Linear(1, 1)
+    torch.nn.init.ones_(module.weight)
+    torch.nn.init.ones_(module.bias)
+    model = DDP(module, static_graph=True)
+    optimizer = FusedAccumulator(torch.optim.SGD(module.parameters(), lr=1.0), 2)
+    seen = []
+    for i in range(6):
+        model(torch.full((1, 1), 1.0 + i + 4 * rank)).sum().backward()
+        optimizer.step()
+        if optimizer.updated:
+            seen.append([module.weight.item(), module.bias.item()])
+    return seen
+
+
+def test_x03_a_static_graph_gives_the_right_gradients(both):
+    """Means 1, 2, 5, 6; 3, 4, 7, 8; 5, 6, 9, 10, synchronised on every micro-batch."""
+    assert both("x03") == [[[-2.5, 0.0], [-8.0, -1.0], [-15.5, -2.0]]] * 2

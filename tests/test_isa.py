@@ -39,7 +39,7 @@ def test_threads_do_not_change_a_bit(case, variant, level):
 @pytest.mark.quick
 @pytest.mark.parametrize("level", ["avx2", "avx512"], indirect=True)
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
-def test_levels_agree_with_the_baseline(case, variant, level):
+def test_b05_levels_agree_with_the_baseline(case, variant, level):
     module, _ = backends.native_module()
     for dtype in case.dtypes:
         args, kwargs = case.make("cpu", dtype, SMALL, 0, shift=1, **variant.options)
@@ -61,7 +61,7 @@ def test_the_best_level_is_taken_and_can_be_changed(level):
 
 
 @pytest.mark.quick
-def test_a_level_that_is_not_there_is_refused_with_reasons(monkeypatch):
+def test_b05_a_level_that_is_not_there_is_refused_with_reasons(monkeypatch):
     if not levels():
         pytest.skip("no native code")
     monkeypatch.setenv("FASTACCUM_ISA", "avx9")

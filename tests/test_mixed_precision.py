@@ -49,6 +49,26 @@ def test_u05_the_gradient_is_unscaled_once(unscale, backend):
 
 
 @each_backend
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_x05_a_scalers_number_without_data_is_refused(name, backend):
+    """It would be read where the gradients are; nothing has changed, and the loop may go on."""
+    p = parameter([1.0, 1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, backend=backend)
+    fired = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append(1))
+    for i in range(2):
+        p.grad = torch.full((2,), float(i))
+        numbers = {"grad_scale": None, "found_inf": torch.zeros(())}
+        vars(optimizer).update({**numbers, name: torch.ones((), device="meta")})
+        with pytest.raises(RuntimeError, match=f"{name} is on meta, the gradients are on cpu"):
+            optimizer.step()
+        assert not fired and optimizer.micro_step == i and p.grad.tolist() == [i, i]
+        vars(optimizer).update(numbers)
+        optimizer.step()
+    assert optimizer.stepped and p.tolist() == [0.5, 0.5]
+
+
+@each_backend
 @pytest.mark.parametrize("steps", [1, 2])
 def test_u03_found_inf_alone_stops_the_update(steps, backend):
     p = parameter([1.0, 1.0])
