@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint, groups, observe, pending, scaling, sharding
+from fastaccum import arguments, backends, checkpoint, fsdp, groups, observe, pending, scaling, sharding
 from fastaccum.advice import Advice
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
@@ -321,6 +321,7 @@ class FusedAccumulator(Optimizer):
             ValueError: the parameter is not in any group.
         """
         self._sync_slots()
+        self._replicas.check_inside("grad() lacks a part")
         slot = self._roster.slot_of(param)
         if slot is None or slot.param is not param:
             raise ValueError("grad() was given a tensor that is in no parameter group of this optimizer")
@@ -513,9 +514,10 @@ class FusedAccumulator(Optimizer):
         if self._micro_step == 0:
             return False
         with torch.no_grad():
+            self._replicas.check_held(self._roster.params)
+            self._run_hooks("pre")
             self._sync_slots()
             self._lay_out()
-            self._run_hooks("pre")
             kind, items = self._replicas.weight or ("plain", 1.0)
             entries = self._entries(self._held_slots())
             if entries:
@@ -527,7 +529,8 @@ class FusedAccumulator(Optimizer):
 
     def discard(self) -> None:
         """Drops the open window, its pending micro-batch included; parameters stay as they are."""
-        self._replicas.check_inside("discard() cannot drop the window")
+        if self._roster.sharding is not None:
+            self._replicas.check_all_inside(self._roster.params, "discard() cannot drop the window")
         for param in self._roster.params:
             param.grad = None
         self._pending.clear()
@@ -557,6 +560,9 @@ class FusedAccumulator(Optimizer):
             self._window.reset()
             self._weight_kind = None
         self._check_held_apart("zero_grad() cannot drop the pending micro-batch")
+        if self._roster.sharding is not None:
+            what = "zero_grad() cannot drop the pending micro-batch"
+            self._replicas.check_pending_inside(self._roster.params, what)
         with profiler.record_function(self._zero_grad_profile_name):
             for param in self._roster.all_params():
                 if param.grad is None or id(param) in self._replicas.held:
@@ -598,11 +604,14 @@ class FusedAccumulator(Optimizer):
             )
         given = self._given(weight, count)
         self._pending.check_step(given, self._weight_kind)
-        self._sync_slots()
+        self._pending.check_scaled(self._scaling.scaler is not None)
+        self._check_complete()
         closing = self._micro_step + 1 == self.accumulation_steps
+        if closing:  # hooks may change gradients and options: what they leave counts
+            self._run_hooks("pre")
+        self._sync_slots()
         if closing and (self._micro_step or self._pending.in_window):
             self._lay_out()  # the update needs the parameters as they lie now
-        self._pending.check_scaled(self._scaling.scaler is not None)
         scale, found_inf = self._scaling.of_micro_batch()
         if found_inf is not None and self._options["take"] == "backward":
             raise RuntimeError(
@@ -610,18 +619,14 @@ class FusedAccumulator(Optimizer):
                 "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
             )
         slots = self._arrived_slots()
-        had_backward = bool(slots) or self._pending.in_window
-        # Nothing arrived, but a backward ran: FSDP2 keeps its gradients until it reduces them.
-        inside = self._roster.sharding is not None and not had_backward and self._replicas.backward_ran()
-        had_backward = had_backward or inside
-        if closing and not slots:
-            self._replicas.check_inside("the window cannot be closed", inside)
+        inside = self._inside()
+        had_backward = self._had_backward(slots, inside)
         kind, items = self._weigh(given, had_backward)
-        unreduced = self._unreduced(kind, items, closing, inside)
+        weighed = (kind, items) if kind is not None and had_backward else None
+        unreduced = self._unreduced(weighed, closing, inside, found_inf is not None)
         if had_backward:
             self._advice.look_at(self._pending.arrivals, self.accumulation_steps)
-        if "found_inf" not in vars(self):  # GradScaler.unscale_ changes gradients in place, and rightly
-            self._advice.look_for_clip(self._pending.arrivals)
+        self._advice.look_for_clip(self._pending.arrivals)
         entries: list[Entry] = []
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN. What is held
         # has a weight of its own.
@@ -632,19 +637,13 @@ class FusedAccumulator(Optimizer):
             stays = not closing or self._options["nonfinite"] == "error"
             entries = self._pending.taken + self._entries(slots, owned=stays and self._may_keep())
         factor: float | Tensor = items if kind == "weight" else 1.0
-        if closing:
-            self._run_hooks("pre")
-        entries, factor, items = self._judged(entries, kind, factor, items, scale)
+        entries, factor, items, found_inf = self._judged(entries, kind, factor, items, scale, found_inf)
         prepared = self._prepare(entries) if closing else None
         # From here on nothing may fail that can be foreseen.
         if found_inf is not None:
             self._outcome.tell(found_inf)
         self._enter(entries, factor, scale, closing)
-        self._clear_grads(unreduced, kind, items)
-        if self._roster.sharding is not None:
-            if inside:
-                self._replicas.hold_inside((kind or "plain", items))
-            self._replicas.count_backward_calls()
+        self._clear_grads(unreduced, weighed, inside)
         if self._weight_kind is None:
             self._weight_kind = kind
         self._window.count(items)
@@ -663,11 +662,26 @@ class FusedAccumulator(Optimizer):
     def _arrived_slots(self) -> list[Slot]:
         """Slots with something in ``.grad``."""
         slots = self._roster.slots
-        self._pending.check_arrived(slots, self._replicas.held)
         grads = [param.grad for param in self._roster.params]
         if any(grad is None for grad in grads):
             return [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
         return slots
+
+    def _check_complete(self) -> None:
+        """Raises RuntimeError if the pending micro-batch, or what waits for DDP, is not whole."""
+        self._pending.check_arrived(self._roster.slots, apart=not self._replicas.held)
+        self._replicas.check_held(self._roster.params)
+
+    def _inside(self) -> fsdp.Marks:
+        """What FSDP2 holds of the parameters."""
+        return fsdp.unreduced(self._roster.params) if self._roster.sharding is not None else {}
+
+    def _had_backward(self, slots: Sequence[Slot], inside: fsdp.Marks) -> bool:
+        """Whether anything arrived since the last ``step()``: what waits in ``.grad`` did before."""
+        replicas = self._replicas
+        if self._pending.in_window or self._pending.arrivals.noted or inside != replicas.inside:
+            return True
+        return any(id(slot.param) not in replicas.held for slot in slots)
 
     def _weigh(self, given: pending.Weight | None, had_backward: bool) -> tuple[str | None, float | Tensor]:
         """(kind of weight, items) of the pending micro-batch."""
@@ -679,20 +693,29 @@ class FusedAccumulator(Optimizer):
             self._pending.agree((kind, 1.0), self._weight_kind)
         return kind, items
 
-    def _unreduced(self, kind: str | None, items: float | Tensor, closing: bool, inside: bool) -> set[int]:
-        """Ids of the parameters whose gradients must stay in ``.grad``, as DDP has yet to reduce them."""
-        replicas = self._replicas
+    def _unreduced(
+        self, weight: pending.Weight | None, closing: bool, inside: fsdp.Marks, told: bool
+    ) -> set[int]:
+        """Ids of the parameters whose gradients must stay in ``.grad``, as DDP has yet to reduce them.
+
+        Args:
+            weight: (kind, items) of the pending micro-batch; None without a backward.
+            closing: the window closes with it, so nothing may stay.
+            inside: what FSDP2 holds.
+            told: ``scaler.step(wrapper)`` closes it.
+        """
         if self._options["take"] == "backward":
             return set()
-        unreduced = replicas.unreduced(self._roster.params, self._pending.arrivals.noted)
-        spread = self._roster.sharding is not None or replicas.covering(self._roster.params)
-        if kind in ("weight", "count") and spread:
+        replicas, params = self._replicas, self._roster.params
+        unreduced = replicas.unreduced(params, self._pending.arrivals.noted)
+        spread = self._roster.sharding is not None or replicas.covering(params)
+        if weight is not None and weight[0] != "plain" and spread:
             self._advice.give("weights")
+        if inside and closing:
+            replicas.refuse_inside("the window cannot be closed")
         if replicas.holds or unreduced or inside:
             drops = self._options["nonfinite_micro_batch"] == "drop"
-            told = "found_inf" in vars(self)
-            weight = None if kind is None else (kind, items)
-            replicas.check(weight, told, drops, inside or (bool(unreduced) and not closing))
+            replicas.check(weight, told, drops, bool(inside) or (bool(unreduced) and not closing))
         if not closing:
             return unreduced
         if unreduced:
@@ -730,24 +753,27 @@ class FusedAccumulator(Optimizer):
         factor: float | Tensor,
         items: float | Tensor,
         scale: Tensor | None,
-    ) -> tuple[list[Entry], float | Tensor, float | Tensor]:
-        """(entries, factor, items) after a look at the gradients, where that was asked for."""
+        found_inf: Tensor | None,
+    ) -> tuple[list[Entry], float | Tensor, float | Tensor, Tensor | None]:
+        """(entries, factor, items, found_inf) after a look at the gradients, where that was asked for."""
+        sharding = self._roster.sharding
         if entries and self._options["nonfinite_micro_batch"] == "drop":
             device = entries[0][1].device
             good = self._window.finite(self._backend_on(device), entries)
-            if self._roster.sharding is not None:
-                bad = self._roster.sharding.any(1.0 - good if isinstance(good, Tensor) else not good, device)
+            if sharding is not None:
+                bad = sharding.any(1.0 - good if isinstance(good, Tensor) else not good, device)
                 good = 1.0 - bad if isinstance(good, Tensor) else not bool(bad)
             if isinstance(good, Tensor):  # on a GPU: 0 or 1, and a weight of 0 selects nothing
                 factor, items = good * factor, good * items
+                found_inf = found_inf if found_inf is None else found_inf * good
             elif not good:
-                entries, items = [], 0.0
+                entries, items, found_inf = [], 0.0, None
         if entries and self._noise is not None:
             divisor = items if kind == "count" else 1.0
             backend = self._backend_on(entries[0][1].device)
             one = scaling.unscaled(1.0, scale, backend.synchronous)
-            self._noise.micro_batch(entries, divisor / one, self._roster.sharding)
-        return entries, factor, items
+            self._noise.micro_batch(entries, divisor / one, sharding)
+        return entries, factor, items, found_inf
 
     def _enter(
         self, entries: list[Entry], factor: float | Tensor, scale: Tensor | None, closing: bool
@@ -757,17 +783,16 @@ class FusedAccumulator(Optimizer):
             in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
             self._add(entries, factor, scale=scale, keep=self._may_keep(), partials=in_pass)
 
-    def _clear_grads(self, unreduced: set[int], kind: str | None, items: float | Tensor) -> None:
+    def _clear_grads(self, unreduced: set[int], weight: pending.Weight | None, inside: fsdp.Marks) -> None:
         """The micro-batch is closed: ``.grad`` goes, but for what DDP has yet to reduce."""
+        if (unreduced or inside) and self._noise is not None:
+            self._noise.skip_window()  # what is reduced together cannot be told apart
         if unreduced:
-            staying = [p for p in self._roster.params if id(p) in unreduced and p.grad is not None]
-            self._replicas.hold(staying, (kind or "plain", items))
-            if self._noise is not None:
-                self._noise.skip_window()  # what is reduced together cannot be told apart
+            self._replicas.hold([p for p in self._roster.params if id(p) in unreduced], weight)
         for param in self._roster.params:
             if id(param) not in unreduced:
                 param.grad = None
-        self._replicas.closed(unreduced)
+        self._replicas.closed(unreduced, inside, weight)
         self._pending.clear()
 
     def _add(
@@ -837,8 +862,12 @@ class FusedAccumulator(Optimizer):
         limits = [math.inf if shared is None else shared]
         limits += [limit for limit in self._roster.limits if limit is not None]
         finished = window.finished(entries, keep)
-        counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
-        self._outcome.prepare(limits, options["norm_type"], self._roster.n_chunks)
+        try:
+            counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
+            self._outcome.prepare(limits, options["norm_type"], self._roster.n_chunks)
+        except BaseException:
+            self._rule.cancel()
+            raise
         return _Closing(backend, finished, counters)
 
     def _close_window(self, prepared: _Closing | None) -> None:
@@ -855,10 +884,17 @@ class FusedAccumulator(Optimizer):
             self._end_window()
             return
         backend, finished = prepared.backend, prepared.finished
-        skip_nonfinite = options["nonfinite"] != "propagate"
         divisor = self._divide_by()
         norm_type = options["norm_type"]
         found = self._scaling.scaler is not None
+        # A scaler that searches its scale finds it by skipping.
+        skip_nonfinite = options["nonfinite"] != "propagate" or found
+        if self._tracks_norms:  # before the steps are counted, as memory may run out here
+            # The sums lack their weight and the division.
+            weight = window.sum_weight / divisor
+            slots = finished.selection.slots
+            norms = observe.parameter_norms(finished.grads, weight, norm_type, slots, self._roster.sharding)
+            self._parameter_norms = {slot.param: norm for slot, norm in zip(slots, norms, strict=True)}
         outcome.decide(backend, window, divisor, norm_type, skip_nonfinite, prepared.counters, found)
         # A total weight of 0 skips as well, and is no error; on a device it was not known before.
         if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
@@ -869,13 +905,6 @@ class FusedAccumulator(Optimizer):
                 "parameters and optimizer state are unchanged and the window is still open. Look for the "
                 "cause, then discard() the window, or use nonfinite='skip'"
             )
-        if self._tracks_norms:
-            # `factor` holds the clip as well; the sums lack their weight and the division.
-            scale = window.sum_weight / divisor
-            slots = finished.selection.slots
-            norms = observe.parameter_norms(finished.grads, scale, norm_type, slots, self._roster.sharding)
-            params = [slot.param for slot in slots]
-            self._parameter_norms = dict(zip(params, norms, strict=True))
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
             self._rule.cancel()
@@ -890,10 +919,12 @@ class FusedAccumulator(Optimizer):
 
     def _end_window(self) -> None:
         outcome = self._outcome
-        if outcome.decided:
-            self._scaling.end_window(outcome.found_inf)
-        # The window is over before anything else may fail, or a second try would update twice.
-        self._reset_window()
+        # The window is over whatever fails from here on, or a second try would update twice.
+        try:
+            if outcome.decided:
+                self._scaling.end_window(outcome.found_inf)
+        finally:
+            self._reset_window()
         self._windows += 1
         self._updated = True
         # What torch's schedulers look at to see that the optimizer has stepped.
@@ -943,8 +974,7 @@ class FusedAccumulator(Optimizer):
         self._pending.add_taken()  # what has arrived is numbered by the old slots
         self._roster.replace(self._pending.arrivals.watch)
         self._rule.resize(self._roster.slots)
-        if self._roster.sharding is not None:
-            self._replicas.count_backward_calls()
+        self._replicas.covering(self._roster.params)  # what DDP has reduced before is no news
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -993,6 +1023,8 @@ class FusedAccumulator(Optimizer):
                 state_dict = changed
         state_dict = dict(state_dict)
         entry = state_dict.pop("fastaccum", None)
+        if self._roster.sharding is not None:
+            self._replicas.check_all_inside(self._roster.params, "the open window cannot be replaced")
         checkpoint.check_groups(state_dict, self.param_groups)
         if entry is not None:
             checkpoint.check_window(entry, self._roster.params, self.accumulation_steps)
@@ -1049,6 +1081,8 @@ class FusedAccumulator(Optimizer):
         """
         self._sync_slots()
         checkpoint.check_window(entry, self._roster.params, self.accumulation_steps)
+        if self._roster.sharding is not None:
+            self._replicas.check_all_inside(self._roster.params, "the open window cannot be replaced")
         self._drop_window()
         self._lay_out()
         self._window.restore(entry["kept"], dict(entry["gradients"]), self._outcome.device)
@@ -1066,7 +1100,7 @@ class FusedAccumulator(Optimizer):
             param.grad = grad.to(param.device, copy=True)
         if unreduced:
             kind, items = entry["unreduced_weight"]
-            self._replicas.hold([self._roster.params[number] for number in unreduced], (kind, float(items)))
+            self._replicas.hold([self._roster.params[n] for n in unreduced], (kind, float(items)))
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""

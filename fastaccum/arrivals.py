@@ -1,7 +1,7 @@
 """Notes that gradients arrived: one hook per parameter, which goes when its wrapper goes.
 
 A hook that runs Python costs 1 to 2 microseconds per parameter and backward. Most parameters need only
-be noted, and ``list.append`` is that hook without a Python frame. The first ``WATCHED`` parameters also
+be noted, and ``list.append`` is that hook without a Python frame. ``WATCHED`` of them also
 have the version of their gradient recorded when backward has ended, so that a foreign clip, which changes
 every gradient in place, is noticed, and whether the backward that brought it came to its end.
 """
@@ -43,16 +43,16 @@ class Arrivals:
     """
 
     def __init__(
-        self, owner: object, hook: Callable[[Tensor], None] | None, backward_begins: Callable[[], None]
+        self, owner: object, hook: Callable[[Tensor], None] | None, ended: Callable[[list[Tensor]], None]
     ) -> None:
         """Prepares the hooks of ``owner``.
 
         Args:
             owner: the wrapper; held weakly.
             hook: called with each parameter whose gradient arrived, instead of noting it.
-            backward_begins: called when a backward brings its first watched gradient.
+            ended: called at the end of a backward with the watched parameters that it has reached.
         """
-        self._backward_begins = backward_begins
+        self._ended = ended
         self.noted: list[Tensor] = []
         self._versions: dict[int, tuple[Any, Any, int]] = {}
         # Backward calls that have not ended, and the watched parameters that each has brought.
@@ -81,12 +81,13 @@ class Arrivals:
             handle.remove()
             if reference() is not None:
                 _owners.pop(reference(), None)
+        watched = _spread([param for param in params if id(param) not in self._handles])
         for param in params:
             if id(param) in self._handles:
                 continue
             if self._hook is not None:
                 hook = self._hook
-            elif len(self._handles) < WATCHED:
+            elif id(param) in watched:
                 hook = self._note_version
             else:
                 hook = self.noted.append
@@ -96,10 +97,12 @@ class Arrivals:
     @property
     def _note_version(self) -> Callable[[Tensor], None]:
         noted, versions, unfinished = self.noted, self._versions, self._unfinished
-        queue, begins = torch.autograd.Variable._execution_engine.queue_callback, self._backward_begins
+        queue, ended = torch.autograd.Variable._execution_engine.queue_callback, self._ended
 
         def end(task: int) -> None:
-            for param in unfinished.pop(task, ()):
+            arrived = unfinished.pop(task, [])
+            ended(arrived)
+            for param in arrived:
                 if param.grad is not None:
                     versions[id(param)] = (weakref.ref(param), weakref.ref(param.grad), param.grad._version)
 
@@ -112,7 +115,6 @@ class Arrivals:
                 if task == -1:
                     return
                 unfinished[task] = []
-                begins()
                 # Queued from the end of the queue: after the hooks of others and DDP's reducer, which may
                 # write gradients while backward runs.
                 queue(lambda: queue(lambda: end(task)))
@@ -145,6 +147,13 @@ class Arrivals:
         self._versions.clear()
 
 
+def _spread(params: list[Tensor]) -> set[int]:
+    """Ids of the parameters to watch: spread evenly, with the last, whose gradient tends to come first."""
+    trained = [param for param in params if param.requires_grad] or params
+    number = min(len(trained), WATCHED)
+    return {id(trained[-1 - i * len(trained) // number]) for i in range(number)}
+
+
 def _release(handles: dict[int, tuple[Any, Any]], noted: list[Tensor]) -> None:
     for reference, handle in handles.values():
         handle.remove()
@@ -153,17 +162,6 @@ def _release(handles: dict[int, tuple[Any, Any]], noted: list[Tensor]) -> None:
             _owners.pop(param, None)
     handles.clear()
     noted.clear()
-
-
-def backward_calls() -> int:
-    """How many backward calls this process has begun, with the one made here to count them."""
-    numbers: list[int] = []
-    leaf = torch.zeros((), requires_grad=True)
-    with torch.enable_grad():
-        root = leaf * 1.0
-        root.register_hook(lambda _: numbers.append(graph_task()))
-        torch.autograd.grad(root, leaf)
-    return numbers[0]
 
 
 def graph_task() -> int:

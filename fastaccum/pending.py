@@ -7,7 +7,7 @@ hooks move them out of ``.grad`` while backward runs, in buckets, into the windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,12 +95,12 @@ class Pending:
 
         wrapper = self._owner
 
-        def begins() -> None:
+        def ended(arrived: list[Tensor]) -> None:
             owner = wrapper()
             if owner is not None:
-                owner._replicas.backward_begins(owner._roster.params)
+                owner._replicas.look(owner._roster.params, arrived)
 
-        self.arrivals = Arrivals(owner, hook if self._in_backward else None, begins)
+        self.arrivals = Arrivals(owner, hook if self._in_backward else None, ended)
 
     @property
     def in_window(self) -> bool:
@@ -171,21 +171,26 @@ class Pending:
 
     # ---------------------------------------------------------------------------------------- checks
 
-    def check_arrived(self, slots: Iterable[Slot], held: Mapping[int, Tensor]) -> None:
+    def check_arrived(self, slots: Iterable[Slot], apart: bool) -> None:
         """Raises RuntimeError if a gradient that arrived is gone, or only a part of them arrived.
 
         Args:
             slots: all of them.
-            held: parameters whose earlier micro-batches wait in ``.grad`` for DDP.
+            apart: the pending micro-batch can be dropped without closed ones.
         """
         if self._in_backward:
             return
         if self.arrivals.broken:
             raise RuntimeError(
                 "a backward() raised after some of its gradients had arrived, so the pending micro-batch is "
-                "incomplete: call zero_grad() to drop it, then run the micro-batch again or go on"
+                "incomplete: "
+                + (
+                    "call zero_grad() to drop it, then run the micro-batch again or go on"
+                    if apart
+                    else "under no_sync() it was added to earlier ones, so discard() the window"
+                )
             )
-        for param in (*self.arrivals.noted, *held.values()):
+        for param in self.arrivals.noted:
             if param.grad is not None:
                 continue
             number = next((slot.number for slot in slots if slot.param is param), None)

@@ -454,6 +454,7 @@ class SgdRule(FusedRule):
             if buffer is None:
                 # The first step makes the buffer the gradient; the counter tells the kernel.
                 buffer = entry["momentum_buffer"] = slot.whole(self._empty_state(slot).zero_())
+                self._known[slot.number] = buffer  # made here, so its counter is right
                 self.steps[slot.number] = 0.0
             elif self._known.get(slot.number) is not buffer:
                 self.steps[slot.number].clamp_(min=1.0)  # a loaded buffer is not a first step

@@ -12,6 +12,7 @@ import datetime
 import functools
 import io
 import math
+import pickle
 import re
 import traceback
 import warnings
@@ -484,15 +485,156 @@ def test_a_micro_batch_under_no_sync_cannot_be_told_apart_once_added(both):
 
 @check
 def cleared(rank):
-    module, model, optimizer = one(rank, 3)
-    send(model, optimizer, 1, False)
-    optimizer.step()
-    model.zero_grad()
-    return [refusal(optimizer.step, RuntimeError)]
+    messages = []
+    for again in (False, True):
+        module, model, optimizer = one(rank, 3)
+        send(model, optimizer, 1, False)
+        optimizer.step()
+        model.zero_grad()
+        if again:  # a fresh gradient in its place
+            send(model, optimizer, 1, False)
+        messages.append(refusal(optimizer.step, RuntimeError))
+        optimizer.discard()
+    return messages
 
 
 def test_unreduced_gradients_that_are_cleared_are_missed(both):
-    assert all("is gone from .grad" in message for (message,) in both("cleared"))
+    for messages in both("cleared"):
+        assert all("is gone from .grad" in message for message in messages)
+
+
+@check
+def empty_step(rank):
+    """A step() without a backward counts, with weight 0, also while gradients wait."""
+    results = []
+    for given in ({}, {"weight": 2}):
+        module, model, optimizer = one(rank, 3)
+        send(model, optimizer, 2 + rank, False, **given)
+        optimizer.step()
+        optimizer.step()
+        send(model, optimizer, 4 + rank, True, **given)
+        optimizer.step()
+        results.append((module.weight.item(), optimizer.updated))
+    return results
+
+
+def test_a_step_without_a_backward_while_gradients_wait(both):
+    """(2 + 4) / 2 and (3 + 5) / 2 average 3.5."""
+    assert both("empty_step") == [[(-3.5, True)] * 2] * 2
+
+
+@check
+def old_logits(rank):
+    """A forward without gradients between forward and backward, of the same DDP module."""
+    module, model, optimizer = one(rank, 2, nonfinite_micro_batch="drop")
+    for i in range(4):
+        loss = model(torch.tensor([1.0 + rank]))
+        with torch.no_grad():
+            model(torch.ones(1))
+        optimizer.backward(loss, weight=1 + i)
+        optimizer.step()
+    return module.weight.item()
+
+
+def test_a_forward_without_gradients_between_forward_and_backward(both):
+    assert both("old_logits") == [-3.0] * 2
+    assert all("all-reduced total" in message for rank in both.warnings("old_logits") for message in rank)
+
+
+@check
+def copied(rank):
+    """A DDP module that came by deepcopy and one by pickle."""
+    results = []
+    for copy_of in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        model = copy_of(DDP(Scaled()))
+        optimizer = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+        for sync in (False, True):
+            send(model, optimizer, 1 + rank, sync)
+            optimizer.step()
+        results.append(model.module.weight.item())
+    return results
+
+
+def test_copies_of_a_ddp_module_are_known(both):
+    assert both("copied") == [[-1.5, -1.5]] * 2
+
+
+class Many(nn.Module):
+    """More parameters than are watched; the gradient of each is the input."""
+
+    def __init__(self, n=150):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(n))
+
+    def forward(self, x):
+        return sum((w * x).sum() for w in self.weights if w.requires_grad)
+
+
+@check
+def many(rank):
+    """Two DDP modules in one optimizer, of which one is reduced and the other waits; then the other way."""
+    parts = [DDP(Many()), DDP(Many())]
+    params = [p for part in parts for p in part.parameters()]
+    optimizer = FusedAccumulator(torch.optim.SGD(params, lr=1.0), 2)
+    for syncs in ((True, False), (True, True), (False, True), (True, True)):
+        for part, sync in zip(parts, syncs, strict=True):
+            with contextlib.nullcontext() if sync else part.no_sync():
+                part(torch.tensor([1.0 + rank])).backward()
+        optimizer.step()
+    return sorted({p.item() for p in params})
+
+
+def test_two_modules_of_one_optimizer(both):
+    assert both("many") == [[-3.0]] * 2 and both.warnings("many") == [[], []]
+
+
+@check
+def frozen_first(rank):
+    """Only the last parameters are trained, as with adapters; a stray forward follows the backward."""
+    module = Many()
+    for p in list(module.parameters())[:-2]:
+        p.requires_grad_(False)
+    model = DDP(module)
+    optimizer = FusedAccumulator(torch.optim.SGD(module.parameters(), lr=1.0), 2)
+    for sync in (False, True):
+        with contextlib.nullcontext() if sync else model.no_sync():
+            model(torch.tensor([1.0 + rank])).backward()
+        model(torch.ones(1))
+        optimizer.step()
+    model(torch.ones(1)).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    optimizer.step()
+    return module.weights[-1].item()
+
+
+def test_where_the_first_parameters_are_frozen(both):
+    assert both("frozen_first") == [-1.5] * 2
+    assert all(len(rank) == 1 and "max_norm" in rank[0] for rank in both.warnings("frozen_first"))
+
+
+@check
+def two_losses(rank):
+    """DDP reduces the first of two backward calls over one forward; the second waits, as in stock."""
+    values = []
+    for ours in (True, False):
+        module = Scaled()
+        model = DDP(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        wrapper = FusedAccumulator(optimizer, 2, reduction="sum") if ours else None
+        for i in range(2):
+            loss = model(torch.tensor([1.0 + rank + i]))
+            (2 * loss).backward(retain_graph=True)
+            loss.backward()
+            if ours:
+                wrapper.step()
+        if not ours:
+            optimizer.step()
+        values.append(module.weight.item())
+    return values
+
+
+def test_two_backward_calls_over_one_forward(both):
+    assert all(ours == stock for ours, stock in both("two_losses"))
 
 
 @check
@@ -688,6 +830,7 @@ def fsdp2_held(rank):
     """What FSDP2 has not reduced, the wrapper cannot reach: it says so, and nothing is lost."""
     model = sharded_net(mesh_of())
     optimizer = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+    stock = torch.optim.SGD(model.parameters(), lr=1.0).state_dict()
     inputs = data(rank, 3)
 
     def send(x, sync):
@@ -698,8 +841,13 @@ def fsdp2_held(rank):
     optimizer.step()
     calls = (optimizer.flush, optimizer.discard, optimizer.state_dict)
     messages = [refusal(call, RuntimeError) for call in calls]
+    part = optimizer.param_groups[0]["params"][0]
+    messages.append(refusal(lambda: optimizer.grad(part), RuntimeError))
     send(inputs[1], False)
-    messages.append(refusal(optimizer.step, RuntimeError))
+    calls = (optimizer.zero_grad, optimizer.step, lambda: optimizer.load_state_dict(stock))
+    messages += [refusal(call, RuntimeError) for call in calls]
+    loss = nn.Linear(1, 1)(torch.ones(1)).sum()
+    loss.backward()  # of something else
     send(inputs[2], True)  # of the same micro-batch
     optimizer.step()
     return messages, optimizer.updated, [full(p).detach().clone() for p in model.parameters()]
@@ -715,6 +863,37 @@ def test_gradients_that_fsdp2_holds_are_named(both):
     for messages, updated, params in both("fsdp2_held"):
         assert updated and all("set_requires_gradient_sync(True)" in message for message in messages)
         torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+@check
+def fsdp2_partial(rank):
+    """One part reduced, the other not: their weights must agree. Another model is no micro-batch."""
+    torch.manual_seed(0)
+    from torch.distributed.fsdp import fully_shard
+
+    first, last = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    for part in (first, last):
+        nn.init.ones_(part.weight)
+        fully_shard(part, mesh=mesh_of())
+    params = [*first.parameters(), *last.parameters()]
+    optimizer = FusedAccumulator(torch.optim.SGD(params, lr=1.0), 3, reduction="mean")
+
+    def send(sync, **given):
+        first.set_requires_gradient_sync(sync)
+        optimizer.backward(last(first(torch.ones(1, 2))).sum(), **given)
+
+    nn.Linear(1, 1)(torch.ones(1)).sum().backward()
+    optimizer.step()  # nothing of ours: weight 0
+    send(False, weight=2)
+    optimizer.step()
+    send(True, weight=3)
+    message = refusal(optimizer.step, ValueError)
+    return message, optimizer.micro_step
+
+
+def test_what_fsdp2_holds_in_part(both):
+    for message, micro_step in both("fsdp2_partial"):
+        assert "weight= must be the same number" in message and micro_step == 2
 
 
 @check
@@ -847,6 +1026,8 @@ def checkpoint(rank):
 
 def test_torch_s_distributed_checkpoint(both):
     assert both("checkpoint") == [(6, 0, True)] * 2
+
+
 # ----------------------------------------------------------------------------------------- static graph
 
 
