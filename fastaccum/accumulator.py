@@ -605,19 +605,20 @@ class FusedAccumulator(Optimizer):
         given = self._given(weight, count)
         self._pending.check_step(given, self._weight_kind)
         self._pending.check_scaled(self._scaling.scaler is not None)
-        self._check_complete()
-        closing = self._micro_step + 1 == self.accumulation_steps
-        if closing:  # hooks may change gradients and options: what they leave counts
-            self._run_hooks("pre")
-        self._sync_slots()
-        if closing and (self._micro_step or self._pending.in_window):
-            self._lay_out()  # the update needs the parameters as they lie now
         scale, found_inf = self._scaling.of_micro_batch()
         if found_inf is not None and self._options["take"] == "backward":
             raise RuntimeError(
                 "scaler.step(optimizer) came too late with take='backward': the gradients were added while "
                 "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
             )
+        self._check_complete()
+        self._advice.look_for_clip(self._pending.arrivals)
+        closing = self._micro_step + 1 == self.accumulation_steps
+        if closing:  # hooks may change gradients and options: what they leave counts
+            self._run_hooks("pre")
+        self._sync_slots()
+        if closing and (self._micro_step or self._pending.in_window):
+            self._lay_out()  # the update needs the parameters as they lie now
         slots = self._arrived_slots()
         inside = self._inside()
         had_backward = self._had_backward(slots, inside)
@@ -626,7 +627,6 @@ class FusedAccumulator(Optimizer):
         unreduced = self._unreduced(weighed, closing, inside, found_inf is not None)
         if had_backward:
             self._advice.look_at(self._pending.arrivals, self.accumulation_steps)
-        self._advice.look_for_clip(self._pending.arrivals)
         entries: list[Entry] = []
         # A weight of 0 selects nothing: 0 * NaN, the mean over no items, would still be NaN. What is held
         # has a weight of its own.

@@ -134,3 +134,30 @@ def test_an_expanded_gradient_is_refused_before_any_is_scaled():
     with pytest.raises(RuntimeError, match="gradient 1 .* is expanded"):
         clip_grad_norm_(params, 0.1)
     assert torch.equal(params[0].grad, torch.ones(3)) and torch.equal(params[2].grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("at", [0, 30, 80, 118])
+def test_a_backward_that_failed_deep_in_a_long_model_is_noticed(at):
+    """More parameters than are watched: whichever layers had brought their gradients, the rest is missing."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("deep")
+
+    params = [nn.Parameter(torch.ones(1)) for _ in range(120)]
+    optimizer = FusedAccumulator(torch.optim.SGD(params, lr=1.0), 2)
+    x = torch.ones(1)
+    for i, p in enumerate(params):
+        x = x * p
+        x = Fails.apply(x) if i == at else x
+    with pytest.raises(RuntimeError, match="deep"):
+        x.sum().backward()
+    with pytest.raises(RuntimeError, match="incomplete"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.micro_step == 0 and all(p.grad is None for p in params)

@@ -306,3 +306,42 @@ def test_y07_a_copy_drops_step_hooks_as_stock_does():
     send(q, 1.0)
     other.step()
     assert q.item() == -1.0 and p.item() == 0.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("change", ["replace", "take away", "in place", "group limit"])
+@pytest.mark.parametrize("on", ["wrapper", "inner", "global"])
+def test_what_a_pre_hook_leaves_in_grad_counts(kind, change, on, recwarn):
+    """As in the plain loop; a limit that a hook gives to its group counts too."""
+
+    def hook(optimizer, args, kwargs):
+        group = optimizer.param_groups[0]
+        for p in group["params"]:
+            if change == "replace":
+                p.grad = p.grad * 0.25
+            elif change == "take away":
+                p.grad = None
+            elif change == "in place":
+                p.grad.mul_(0.25)
+        if change == "group limit":
+            group["max_norm"] = 0.5
+
+    def run(ours):
+        p, q = parameter(1.0, 2.0), nn.Parameter(torch.tensor([[1.0, 2.0, 3.0]]).t())
+        inner = stock(kind, [p, q], lr=0.1)
+        optimizer = FusedAccumulator(inner, 1) if ours else inner
+        if on == "global":
+            handle = register_optimizer_step_pre_hook(hook)
+        else:
+            handle = (optimizer if on == "wrapper" else inner).register_step_pre_hook(hook)
+        for i in range(3):
+            send([p, q], [[3.0, 4.0 + i], [[1.0], [2.0], [3.0]]])
+            if not ours and change == "group limit":
+                torch.nn.utils.clip_grad_norm_([p, q], 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        return [x.detach() for x in (p, q)]
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-7)
+    assert not [str(w.message) for w in recwarn]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -624,15 +625,20 @@ def test_a_backward_that_raised_anywhere_is_dropped_and_repeated(at, held, excep
 MAKERS = ("empty", "zeros", "tensor", "empty_like", "zeros_like", "empty_strided", "ones", "full", "arange")
 
 
-@pytest.mark.parametrize("kind", [SGD, AdamW])
+DAMPENED = functools.partial(SGD, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("kind", [SGD, AdamW, DAMPENED], ids=["SGD", "AdamW", "dampened"])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_memory_that_ran_out_at_any_allocation_of_a_step_changes_nothing(kind, steps, monkeypatch):
+def test_memory_that_ran_out_at_any_allocation_of_a_step_changes_nothing(kind, steps, tracked, monkeypatch):
     """Each tensor that step() makes fails in turn; repeated, the step gives what it would have given."""
 
     def run(fail_at):
         torch.manual_seed(1)
         params = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4).double())]
         optimizer = FusedAccumulator(stock(kind, params, lr=0.1), steps, max_norm=1.0)
+        optimizer.track(parameter_norms=tracked)
         made, failed = itertools.count(), False
 
         def counted(original):

@@ -353,3 +353,59 @@ def test_autocast(dtype):
             stock.zero_grad()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_bad_micro_batch_is_dropped_under_the_explicit_protocol(unscale, backend):
+    """Gradients 1, inf, 2, 3: the mean of the other three is 2."""
+    p = parameter([0.0])
+    sgd = torch.optim.SGD([p], lr=1.0)
+    optimizer = FusedAccumulator(sgd, 4, nonfinite_micro_batch="drop", backend=backend)
+    scaler = scaler_of()
+    for gradient in (1.0, INF, 2.0, 3.0):
+        explicit(optimizer, scaler, (p * gradient).sum(), unscale=unscale)
+    assert p.item() == -2.0 and optimizer.stepped and optimizer.skipped == 0
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
+def test_the_own_scaler_always_skips_what_is_not_finite(nonfinite):
+    """It finds its scale by skipping, whatever is asked for elsewhere."""
+    p, scaler = parameter([0.0]), scaler_of()
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler, nonfinite=nonfinite)
+    for gradient in (1.0, INF, 1.0, 1.0):
+        optimizer.backward((p * gradient).sum())
+        optimizer.step()
+    assert p.item() == -1.0 and optimizer.skipped == 1 and scaler.get_scale() == 4.0
+
+
+def test_an_update_of_the_scaler_that_fails_does_not_repeat_the_optimizer_s(monkeypatch):
+    p, scaler = parameter([0.0]), scaler_of()
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    for _ in range(2):
+        optimizer.backward(p.sum())
+        if optimizer.micro_step:
+            monkeypatch.setattr(scaler, "update", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert p.item() == -1.0 and not optimizer.flush() and optimizer.micro_step == 0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_foreign_clip_under_a_scaler_is_warned_of(unscale, clip, recwarn):
+    """unscale_, and the check that scaler.step() makes, are none."""
+    params = [parameter([1.0, 2.0]) for _ in range(3)]
+    optimizer = FusedAccumulator(torch.optim.SGD(params, lr=1.0), 2)
+    scaler = scaler_of()
+    for _ in range(2):
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert [("max_norm" in str(w.message)) for w in recwarn] == [True] * clip
