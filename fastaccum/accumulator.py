@@ -1034,7 +1034,7 @@ class FusedAccumulator(Optimizer):
             "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
             "skipped": self._outcome.skipped.clone(),
-            "found_inf": self._outcome.told,
+            "found_inf": self._outcome.told and bool(self._outcome.found_inf),
             "master_weights": self._rule.export_masters(),
             # Of this rank, waiting in .grad for DDP to reduce them.
             "unreduced": {s.number: s.param.grad.clone() for s in held if s.param.grad is not None},
@@ -1069,10 +1069,11 @@ class FusedAccumulator(Optimizer):
             self._replicas.hold([self._roster.params[number] for number in unreduced], (kind, float(items)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""
+        """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, options, scaler, the open window."""
         return {
             "inner": self._inner,
             "options": dict(self._options),
+            "scaler": self._scaling.scaler,
             "window": self.window_state_dict(),
             "norm": self._outcome.norm.clone(),
             "updated": self._updated,
@@ -1084,7 +1085,7 @@ class FusedAccumulator(Optimizer):
         if "inner" not in state:  # torch's own protocol: new groups and state for the inner optimizer
             self._inner.__setstate__(state)
             return
-        self._start(state["inner"], dict(state["options"]))
+        self._start(state["inner"], dict(state["options"]), state.get("scaler"))
         self.load_window_state_dict(state["window"])
         self._outcome.norm.copy_(state["norm"])
         self._outcome.skip.copy_(state["skip"])
