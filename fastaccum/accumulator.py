@@ -891,7 +891,7 @@ class FusedAccumulator(Optimizer):
     def _end_window(self) -> None:
         outcome = self._outcome
         if outcome.decided:
-            self._scaling.end_window(outcome.found_inf)
+            self._scaling.end_window(outcome.found_inf, bool(self._pending.arrivals.noted))
         # The window is over before anything else may fail, or a second try would update twice.
         self._reset_window()
         self._windows += 1

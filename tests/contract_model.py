@@ -65,6 +65,7 @@ class ContractModel:
         self.norms: dict[Tensor, float] = {}
         self.norm, self.skipped, self.windows, self.updates = 0.0, 0, 0, 0
         self.exact: dict[Tensor, dict[str, Range]] = {}
+        self.late: list[bool] = []  # windows flushed beside a pending micro-batch, which has the old scale
         self._forget_pending()
         self._forget_window()
 
@@ -74,7 +75,9 @@ class ContractModel:
         self.pending: dict[Tensor, Tensor] = {}
         self.arrived: set[Tensor] = set()
         self.pending_weight: Weight | None = None
-        self.pending_scale = 1.0
+        for is_finite in self.late:
+            self._adapt_scale(is_finite)
+        self.late = []
         self.taken_plain = False  # take="backward": some were added before a weight was known
 
     def _forget_window(self) -> None:
@@ -159,8 +162,7 @@ class ContractModel:
             if not param.requires_grad:
                 continue
             self.arrived.add(param)
-            self.pending_scale = self.scale  # a flush() before step() may change it
-            grad = grad * self.scale
+            grad = grad.to(param.dtype) * self.scale
             if self.take == "step":
                 param.grad = grad.clone() if param.grad is None else param.grad + grad
             else:
@@ -191,7 +193,7 @@ class ContractModel:
         held = dict(self.pending)
         for param in self.params:
             if param.grad is not None:
-                grad = param.grad.to(self._sum_dtype(param)) / self.pending_scale
+                grad = param.grad.to(self._sum_dtype(param)) / self.scale
                 held[param] = held[param] + grad if param in held else grad
         kind, items = given or self.pending_weight or ("plain", 1.0 if held else 0.0)
         if not held and self.pending_weight is None:
@@ -291,7 +293,10 @@ class ContractModel:
         if skips and self.nonfinite == "error":
             raise RuntimeError("not finite")
         self.norms = {p: self._norm_of([g]) for p, g in finished.items()}
-        self._adapt_scale(is_finite)
+        if self.arrived:
+            self.late.append(is_finite)
+        else:
+            self._adapt_scale(is_finite)
         if skips:
             self.skipped += 1
             self._end_window(stepped=False)

@@ -179,6 +179,22 @@ def test_a_copy_has_a_copy_of_the_scaler(by):
     assert p.item() == -3.0 and q.item() == -4.0 and scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("then", ["step", "zero_grad"])
+def test_the_own_scale_waits_for_a_micro_batch_that_is_pending_at_a_flush(then):
+    p = parameter([0.0])
+    scaler = scaler_of(growth_interval=1)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    optimizer.backward((p * 2.0).sum())
+    optimizer.step()
+    optimizer.backward((p * 4.0).sum())
+    assert optimizer.flush() and p.item() == -2.0 and scaler.get_scale() == 8.0
+    getattr(optimizer, then)()
+    assert scaler.get_scale() == 16.0
+    assert optimizer.flush() is (then == "step")
+    assert p.item() == (-6.0 if then == "step" else -2.0)
+    assert scaler.get_scale() == (32.0 if then == "step" else 16.0)
+
+
 def test_the_own_scale_shrinks_after_a_window_that_is_not_finite():
     p = parameter([1.0])
     scaler = scaler_of(8.0)
