@@ -691,8 +691,6 @@ class Machine(RuleBasedStateMachine):
 
     def _masters(self):
         """The wrapper's float32 copies, by number."""
-        if not self.options["master_weights"] or self.model.pending:
-            return {}
         return self.wrapper._rule.export_masters()
 
     def _same_norms(self, norms):
@@ -709,7 +707,7 @@ class Machine(RuleBasedStateMachine):
         masters = self._masters()
         with torch.no_grad():
             for i, (param, twin) in enumerate(zip(self.params, self.twins, strict=True)):
-                twin.copy_(masters.get(i, param) if twin.dtype != param.dtype else param)
+                twin.copy_(param if twin.dtype == param.dtype else masters.get(i, twin))
                 for key, value in self.model.optimizer.state.get(twin, {}).items():
                     if torch.is_tensor(value):
                         value.copy_(self.wrapper.state[param][key])
