@@ -5,6 +5,7 @@
 #   make test-quick              its quick part, under a minute
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
+#   make coverage                test, test-emulated and test-triton; the share of fastaccum/ that they reach
 #   make bench [ARGS=...]        the benchmarks
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
@@ -27,7 +28,7 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton bench static-proof gpu-check lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton coverage bench static-proof gpu-check lint sanitize clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -56,6 +57,15 @@ test-triton: $(TRITON_STAMP)
 	TRITON_INTERPRET=1 $(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_backend.py \
 	  tests/test_triton_kernels.py $(ARGS)
 	$(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_compile.py $(ARGS)
+
+# Lines and branches, in subprocesses too. What only a GPU reaches counts as missed.
+FLOOR := 95
+coverage: $(STAMP)
+	$(BIN)/python -m coverage erase
+	$(MAKE) test ARGS='--cov --cov-append --cov-report='
+	$(MAKE) test-emulated ARGS='--cov --cov-append --cov-report='
+	$(MAKE) test-triton ARGS='--cov --cov-append --cov-report='
+	$(BIN)/python -m coverage report --fail-under=$(FLOOR)
 
 $(TRITON_STAMP): $(STAMP)
 	$(BIN)/python -m venv --without-pip $(TRITON_ENV)
@@ -94,7 +104,7 @@ sanitize: $(STAMP)
 	  ../../$(BIN)/python -m pytest -q -m "native and quick" $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info fastaccum/*.so fastaccum/_build_note.txt
+	rm -rf .venv .coverage* build dist *.egg-info fastaccum/*.so fastaccum/_build_note.txt
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/pyvenv.cfg:

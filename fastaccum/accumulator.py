@@ -922,7 +922,7 @@ class FusedAccumulator(Optimizer):
         # The window is over whatever fails from here on, or a second try would update twice.
         try:
             if outcome.decided:
-                self._scaling.end_window(outcome.found_inf)
+                self._scaling.end_window(outcome.found_inf, bool(self._pending.arrivals.noted))
         finally:
             self._reset_window()
         self._windows += 1
@@ -1066,7 +1066,7 @@ class FusedAccumulator(Optimizer):
             "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
             "skipped": self._outcome.skipped.clone(),
-            "found_inf": self._outcome.told,
+            "found_inf": self._outcome.told and bool(self._outcome.found_inf),
             "master_weights": self._rule.export_masters(),
             # Of this rank, waiting in .grad for DDP to reduce them.
             "unreduced": {s.number: s.param.grad.clone() for s in held if s.param.grad is not None},
@@ -1103,10 +1103,11 @@ class FusedAccumulator(Optimizer):
             self._replicas.hold([self._roster.params[n] for n in unreduced], (kind, float(items)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, the options, the open window."""
+        """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, options, scaler, the open window."""
         return {
             "inner": self._inner,
             "options": dict(self._options),
+            "scaler": self._scaling.scaler,
             "window": self.window_state_dict(),
             "norm": self._outcome.norm.clone(),
             "updated": self._updated,
@@ -1118,7 +1119,7 @@ class FusedAccumulator(Optimizer):
         if "inner" not in state:  # torch's own protocol: new groups and state for the inner optimizer
             self._inner.__setstate__(state)
             return
-        self._start(state["inner"], dict(state["options"]))
+        self._start(state["inner"], dict(state["options"]), state.get("scaler"))
         self.load_window_state_dict(state["window"])
         self._outcome.norm.copy_(state["norm"])
         self._outcome.skip.copy_(state["skip"])

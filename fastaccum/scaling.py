@@ -44,6 +44,7 @@ class Scaling:
     def __init__(self, owner: Any, scaler: GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._owner = weakref.ref(owner)
+        self._late: Tensor | None = None  # found_inf of a window that was flushed beside a micro-batch
         if scaler is not None:
             _owners[scaler] = self._owner
 
@@ -73,10 +74,22 @@ class Scaling:
         found = _beside(found, "found_inf", device) if isinstance(found, Tensor) else None
         return _beside(told.get("grad_scale"), "grad_scale", device), found
 
-    def end_window(self, found_inf: Tensor) -> None:
-        """Grows or shrinks the wrapper's own scale."""
+    def end_window(self, found_inf: Tensor, is_pending: bool) -> None:
+        """Grows or shrinks the wrapper's own scale; later, if pending gradients carry the present one."""
         if self.scaler is None or self.scaler._scale is None:
             return
+        if is_pending:
+            self._late = found_inf.clone()
+        else:
+            self._update(found_inf)
+
+    def end_micro_batch(self) -> None:
+        """Nothing is pending: an update that had to wait is made."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._update(late)
+
+    def _update(self, found_inf: Tensor) -> None:
         state = self.scaler._per_optimizer_states[id(self._owner())]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         self.scaler.update()

@@ -28,6 +28,9 @@ class ContractModel:
         sums: the closed micro-batches' sum of w * g, in the accumulator's dtype.
         windows: windows closed so far.
         updates: those that were applied.
+        told: a GradScaler found inf in the open window.
+        scale: of the wrapper's own scaler; 1 without one.
+        norms: the last finished gradient's norm, per parameter.
         exact: what the last update makes of each parameter in float64, by :func:`exactly`.
     """
 
@@ -42,14 +45,27 @@ class ContractModel:
         reduction: str = "mean",
         take: str = "step",
         nonfinite: str = "skip",
+        nonfinite_micro_batch: str = "keep",
+        master_weights: bool = False,
+        scaler: tuple[float, int] | None = None,
     ) -> None:
+        """Wraps ``optimizer``.
+
+        With ``master_weights`` its 16-bit parameters are float32 ones here. ``scaler`` is (first scale,
+        windows without inf after which it doubles).
+        """
         self.optimizer = optimizer
         self.steps = accumulation_steps
         self.max_norm, self.norm_type, self.max_value = max_norm, norm_type, max_value
         self.reduction, self.take, self.nonfinite = reduction, take, nonfinite
         self.updated = self.stepped = self.broken = False
+        self.drops = nonfinite_micro_batch == "drop"
+        self.scale, self.growth_interval = scaler or (1.0, 0)
+        self.good_windows = 0
+        self.norms: dict[Tensor, float] = {}
         self.norm, self.skipped, self.windows, self.updates = 0.0, 0, 0, 0
         self.exact: dict[Tensor, dict[str, Range]] = {}
+        self.late: list[bool] = []  # windows flushed beside a pending micro-batch, which has the old scale
         self._forget_pending()
         self._forget_window()
 
@@ -59,6 +75,9 @@ class ContractModel:
         self.pending: dict[Tensor, Tensor] = {}
         self.arrived: set[Tensor] = set()
         self.pending_weight: Weight | None = None
+        for is_finite in self.late:
+            self._adapt_scale(is_finite)
+        self.late = []
         self.taken_plain = False  # take="backward": some were added before a weight was known
 
     def _forget_window(self) -> None:
@@ -67,6 +86,7 @@ class ContractModel:
         self.kind: str | None = None  # "plain", "weight" or "count"
         self.micro_step = 0
         self.clip_once: float | None = None
+        self.told = False
 
     @property
     def params(self) -> list[Tensor]:
@@ -142,10 +162,11 @@ class ContractModel:
             if not param.requires_grad:
                 continue
             self.arrived.add(param)
+            grad = grad.to(param.dtype) * self.scale
             if self.take == "step":
                 param.grad = grad.clone() if param.grad is None else param.grad + grad
             else:
-                grad = grad.to(self._sum_dtype(param))
+                grad = grad.to(self._sum_dtype(param)) / self.scale
                 if param.grad is not None:  # put there by hand: it is part of what arrives
                     grad = grad + param.grad.to(grad.dtype)
                     param.grad = None
@@ -155,8 +176,11 @@ class ContractModel:
             self.broken = self.take == "backward" and bool(self.pending)
             raise ArithmeticError("this backward was told to fail")
 
-    def step(self, weight: float | None = None, count: float | None = None) -> None:
-        """Closes the micro-batch, and every so often the window."""
+    def step(self, weight: float | None = None, count: float | None = None, found_inf: bool = False) -> None:
+        """Closes the micro-batch, and every so often the window.
+
+        ``found_inf`` is what a GradScaler of the loop's own has found in the micro-batch.
+        """
         if self.broken or self.is_stuck:
             raise RuntimeError("discard() it")
         given = self._given(weight, count)
@@ -169,7 +193,7 @@ class ContractModel:
         held = dict(self.pending)
         for param in self.params:
             if param.grad is not None:
-                grad = param.grad.to(self._sum_dtype(param))
+                grad = param.grad.to(self._sum_dtype(param)) / self.scale
                 held[param] = held[param] + grad if param in held else grad
         kind, items = given or self.pending_weight or ("plain", 1.0 if held else 0.0)
         if not held and self.pending_weight is None:
@@ -178,6 +202,9 @@ class ContractModel:
             self._agree((kind, 1.0))
 
         # From here on nothing raises but nonfinite="error".
+        self.told |= found_inf
+        if self.drops and items > 0.0 and not all(bool(grad.isfinite().all()) for grad in held.values()):
+            items = 0.0
         if items > 0.0:  # a weight of 0 selects nothing, not even 0 * NaN
             for param, grad in held.items():
                 add = items * grad if kind == "weight" else grad
@@ -261,13 +288,19 @@ class ContractModel:
             self._end_window(stepped=False)
             return
         self.norm = self._norm_of(list(finished.values()))
-        if not all(bool(g.isfinite().all()) for g in finished.values()):
-            if self.nonfinite == "error":
-                raise RuntimeError("not finite")
-            if self.nonfinite == "skip":
-                self.skipped += 1
-                self._end_window(stepped=False)
-                return
+        is_finite = all(bool(g.isfinite().all()) for g in finished.values())
+        skips = self.told or (self.nonfinite != "propagate" and not is_finite)
+        if skips and self.nonfinite == "error":
+            raise RuntimeError("not finite")
+        self.norms = {p: self._norm_of([g]) for p, g in finished.items()}
+        if self.arrived:
+            self.late.append(is_finite)
+        else:
+            self._adapt_scale(is_finite)
+        if skips:
+            self.skipped += 1
+            self._end_window(stepped=False)
+            return
         shared: list[Tensor] = []
         for group in self.optimizer.param_groups:
             here = [finished[p] for p in group["params"] if p in finished]
@@ -286,6 +319,16 @@ class ContractModel:
         for param in self.params:
             param.grad = None
         self._end_window(stepped=True)
+
+    def _adapt_scale(self, is_finite: bool) -> None:
+        """torch.amp.GradScaler.update(), with its factors of 2 and 1/2."""
+        if not self.growth_interval:
+            return
+        self.good_windows = self.good_windows + 1 if is_finite else 0
+        if not is_finite:
+            self.scale /= 2
+        elif self.good_windows == self.growth_interval:
+            self.scale, self.good_windows = self.scale * 2, 0
 
     def _clip(self, grads: list[Tensor], max_norm: float | None) -> None:
         if max_norm is None:
@@ -309,7 +352,7 @@ class ContractModel:
         window = {
             "sums": {_index(self.params, p): g.clone() for p, g in self.sums.items()},
             "total": self.total, "kind": self.kind, "micro_step": self.micro_step,
-            "skipped": self.skipped,
+            "skipped": self.skipped, "told": self.told,
         }  # fmt: skip
         return {**copy.deepcopy(self.optimizer.state_dict()), "window": window}
 
@@ -325,6 +368,7 @@ class ContractModel:
             self.sums = {self.params[i]: g for i, g in window["sums"].items()}
             self.total, self.kind = window["total"], window["kind"]
             self.micro_step, self.skipped = window["micro_step"], window["skipped"]
+            self.told = window["told"]
 
 
 def _index(params: list[Tensor], param: Tensor) -> int:

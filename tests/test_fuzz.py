@@ -33,7 +33,7 @@ from hypothesis.stateful import (  # noqa: E402
 )
 
 import fastaccum  # noqa: E402
-from fastaccum import FusedAccumulator, backends  # noqa: E402
+from fastaccum import FusedAccumulator, backends, updates  # noqa: E402
 from tests.contract_model import FUSED, ContractModel, same_number  # noqa: E402
 
 MULTIPLE = float(os.environ.get("FASTACCUM_FUZZ", "1"))
@@ -159,34 +159,56 @@ class Machine(RuleBasedStateMachine):
         norm_type=st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]),
         reduction=st.sampled_from(["mean", "mean", "sum"]),
         nonfinite=st.sampled_from(["skip", "skip", "propagate", "error"]),
+        drops=st.sampled_from([False, False, True]),
+        masters=st.sampled_from([False, False, True]),
+        scaler=st.sampled_from([None, None, None, (8.0, 2), (4.0, 1000)]),
+        tracks=st.booleans(),
     )
-    def start(self, shapes, steps, option, clipping, norm_type, reduction, nonfinite):
+    def start(
+        self, shapes, steps, option, clipping, norm_type, reduction, nonfinite, drops, masters, scaler, tracks
+    ):
+        cls, choices = OPTIMIZERS[self.optimizer_name]
         self.options = {
             **clipping,
             "norm_type": norm_type,
             "reduction": reduction,
             "nonfinite": nonfinite,
             "take": self.take,
+            "nonfinite_micro_batch": "drop" if drops and self.take == "step" else "keep",
+            "master_weights": masters and cls in FUSED,
         }
-        cls, choices = OPTIMIZERS[self.optimizer_name]
+        self.tracks = tracks
         self.hyper = {"lr": 0.05, **choices[option % len(choices)], "foreach": False}
         if cls is torch.optim.SGD or cls in (torch.optim.Adam, torch.optim.AdamW):
             self.hyper["fused"] = False
         self.params = [make_param(s, d, i) for i, (s, d) in enumerate(shapes)]
-        self.twins = [make_param(s, d, i) for i, (s, d) in enumerate(shapes)]
+        self.twins = [self._twin(s, d, i) for i, (s, d) in enumerate(shapes)]
         inner = cls(self.params, **copy.deepcopy(self.hyper))
-        self.wrapper = FusedAccumulator(inner, steps, backend=self.backend, **self.options)
+        self.scaler = None
+        if scaler:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=scaler[0], growth_interval=scaler[1])
+        self.wrapper = FusedAccumulator(
+            inner, steps, backend=self.backend, scaler=self.scaler, **self.options
+        )
         stock = cls(self.twins, **copy.deepcopy(self.hyper))
-        self.model = ContractModel(stock, steps, **self.options)
+        self.model = ContractModel(stock, steps, scaler=scaler, **self.options)
         self.seen_updates = 0
         self.scales = {}
         self.snapshot = None
         self._watch()
 
+    def _twin(self, shape, dtype, seed):
+        """The same parameter for the model: a 16-bit one with a master is that master, which may be wider."""
+        twin = make_param(shape, dtype, seed)
+        if self.options["master_weights"] and dtype in updates.SIXTEEN_BIT:
+            twin = torch.nn.Parameter(twin.detach().float())
+        return twin
+
     def _watch(self):
         """Counts the hooks of the present wrapper and remembers the tensors that must stay."""
         self.hooks_fired = [0, 0]
-        self.windows_before = self.model.windows
+        self.windows_before = self.windows_seen = self.model.windows
+        self.model.norms = {}
 
         def count(i):
             def hook(*_):
@@ -197,6 +219,9 @@ class Machine(RuleBasedStateMachine):
         self.wrapper.register_step_post_hook(count(0))
         self.wrapper.optimizer.register_step_post_hook(count(1))
         self.norm, self.skipped = self.wrapper.norm, self.wrapper.skipped
+        if self.tracks:
+            self.wrapper.track(parameter_norms=True, noise_scale=self.take == "step")
+            self.wrapper.stats()
 
     # ------------------------------------------------------------------------------------- helpers
 
@@ -244,6 +269,7 @@ class Machine(RuleBasedStateMachine):
     def backward(self, seed, subset, how, weight, poison, expanded):
         numbers = self.chosen(subset)
         assume(numbers and not self.model.broken)
+        how = "wrapper" if how == "loss" and self.scaler else how  # the scaled loss comes from the wrapper
         zero = how == "weighted" and weight[1] == 0
         grads, expanded_grads = {}, {}
         for i in numbers:
@@ -272,6 +298,43 @@ class Machine(RuleBasedStateMachine):
                 {self.twins[i]: g for i, g in grads.items()}, by_wrapper=how != "loss", **kwargs
             ),
         )
+
+    def _may_scale(self):
+        return self.take == "step" and not (self.scaler or self.model.is_pending or self.model.is_stuck)
+
+    @precondition(_may_scale)
+    @rule(
+        seed=seeds,
+        subset=subsets,
+        scale=st.sampled_from([1.0, 2.0, 0.25, 1024.0]),
+        unscale=st.booleans(),
+        inf=st.sampled_from([False, False, False, True]),
+    )
+    def scaled_micro_batch(self, seed, subset, scale, unscale, inf):
+        """A micro-batch by the explicit GradScaler protocol; the scale is another one each time."""
+        numbers = [i for i in self.chosen(subset) if self.params[i].numel()]
+        assume(numbers)
+        grads = {i: make_grad(self.params[i], seed + i) for i in numbers}
+        if inf:
+            grads[numbers[0]].view(-1)[seed % grads[numbers[0]].numel()] = math.inf
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+        def real():
+            scaler.scale(self.loss(grads)).backward()
+            if unscale:
+                scaler.unscale_(self.wrapper)
+            try:
+                scaler.step(self.wrapper)
+            finally:  # torch leaves them where a step has raised
+                vars(self.wrapper).pop("found_inf", None)
+                vars(self.wrapper).pop("grad_scale", None)
+
+        def expected():
+            self.model.backward({self.twins[i]: g for i, g in grads.items()}, by_wrapper=False)
+            self.model.step(found_inf=inf)
+
+        if not self.both(real, expected) and self.model.is_pending:
+            self.zero_grad(True)  # refused before it was taken: in .grad it is scaled
 
     @rule(seed=seeds, n=st.integers(1, 5), weight=st.one_of(st.none(), weights))
     def train(self, seed, n, weight):
@@ -307,7 +370,7 @@ class Machine(RuleBasedStateMachine):
         known = backends.load(self.wrapper._options["backend"], backends.CPU).synchronous
         given = {k: torch.tensor(float(v)) if how == "tensor" and known else v for k, v in kwargs.items()}
         numbers = self.chosen(())
-        if how == "closure" and numbers and not self.model.broken:
+        if how == "closure" and numbers and not self.model.broken and self.scaler is None:
             grads = {i: make_grad(self.params[i], seed + i) for i in numbers}
 
             def closure():
@@ -345,14 +408,15 @@ class Machine(RuleBasedStateMachine):
         assume(i < len(self.params))
         self.params[i].grad = self.twins[i].grad = None
 
+    @precondition(lambda self: self.scaler is None)
     @rule(i=st.integers(0, 5), seed=seeds, sparse=st.booleans())
     def replace_a_gradient(self, i, seed, sparse):
         assume(i < len(self.params))
         grad = make_grad(self.params[i], seed)
-        self.twins[i].grad = grad.clone()
+        self.twins[i].grad = grad.to(self.twins[i].dtype, copy=True)
         self.params[i].grad = grad.to_sparse() if sparse and grad.dim() == 2 else grad
 
-    @precondition(lambda self: not self.model.broken)
+    @precondition(lambda self: not self.model.broken and self.scaler is None)
     @rule(seed=seeds, subset=subsets)
     def backward_fails(self, seed, subset):
         numbers = self.chosen(subset)
@@ -382,7 +446,7 @@ class Machine(RuleBasedStateMachine):
     )
     def add_param_group(self, shape, dtype, own):
         seed = len(self.params)
-        param, twin = make_param(shape, dtype, seed), make_param(shape, dtype, seed)
+        param, twin = make_param(shape, dtype, seed), self._twin(shape, dtype, seed)
         added = self.both(
             lambda: self.wrapper.add_param_group({"params": [param], **own}),
             lambda: self.model.add_param_group({"params": [twin], **own}),
@@ -427,6 +491,14 @@ class Machine(RuleBasedStateMachine):
 
         self.both(real, lambda: self.model.clip(max_norm))
 
+    @rule(tracks=st.booleans())
+    def track(self, tracks):
+        assume(tracks != self.tracks)
+        self.tracks = tracks
+        self.wrapper.track(parameter_norms=tracks, noise_scale=tracks and self.take == "step")
+        self.wrapper.stats()
+        self.model.norms = {}  # from the next window on
+
     # -------------------------------------------------------------------------------- checkpoints
 
     def _may_save(self):
@@ -447,6 +519,7 @@ class Machine(RuleBasedStateMachine):
             stream.seek(0)
             saved["real"] = torch.load(stream, weights_only=True)
             saved["values"] = [p.detach().clone() for p in self.params]
+            saved["masters"] = [p.detach().clone() for p in self.twins]
             saved["steps"] = self.model.accumulation_steps
             self.snapshot = saved
 
@@ -466,7 +539,11 @@ class Machine(RuleBasedStateMachine):
         with torch.no_grad():
             for param, twin, value in zip(self.params, self.twins, saved["values"], strict=True):
                 param.copy_(value)
-                twin.copy_(value)
+                # Without masters in the checkpoint, the present ones stay where they round to the parameter.
+                kept = twin.to(value.dtype) == value
+                twin.copy_(torch.where(kept, twin, value.to(twin.dtype)) if not elsewhere else value)
+            for twin, master in zip(self.twins, saved["masters"] if window else (), strict=False):
+                twin.copy_(master)
         self.wrapper.load_state_dict(real)
         self.model.load_state_dict(model)
 
@@ -489,7 +566,11 @@ class Machine(RuleBasedStateMachine):
         options = dict(self.options)
         if self.model.max_value is None:
             options["max_norm"] = self.model.max_norm
-        self.wrapper = FusedAccumulator(inner, steps, backend=self.backend, **options)
+        if self.scaler is not None:  # its state goes to a new one
+            state = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler("cpu")
+            self.scaler.load_state_dict(state)
+        self.wrapper = FusedAccumulator(inner, steps, backend=self.backend, scaler=self.scaler, **options)
         self.model.discard()
         self.model.accumulation_steps = steps
         self.model.updated = self.model.stepped = False
@@ -500,7 +581,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pickled=st.booleans())
     def copy_everything(self, pickled):
         """A copy goes on; what is pending is not part of it."""
-        everything = (self.params, self.wrapper)
+        everything = (self.params, self.wrapper, self.scaler)
         if self.model.pending and self.model.micro_step:
             self.both(lambda: copy.deepcopy(everything), self.model.state_dict)
             return
@@ -508,9 +589,9 @@ class Machine(RuleBasedStateMachine):
         self.wrapper.optimizer._optimizer_step_post_hooks.clear()
         original = self.wrapper
         if pickled:
-            self.params, self.wrapper = pickle.loads(pickle.dumps(everything))
+            self.params, self.wrapper, self.scaler = pickle.loads(pickle.dumps(everything))
         else:
-            self.params, self.wrapper = copy.deepcopy(everything)
+            self.params, self.wrapper, self.scaler = copy.deepcopy(everything)
         original.discard()
         frozen = [not p.requires_grad for p in self.twins]
         assert frozen == [not p.requires_grad for p in self.params]
@@ -537,9 +618,22 @@ class Machine(RuleBasedStateMachine):
         self.seen_updates = model.updates
         stock = model.optimizer
         waits = backends.load(wrapper._options["backend"], backends.CPU).synchronous
+        masters = self._masters()
+        if self.scaler is not None and self.scaler._scale is not None:
+            assert self.scaler.get_scale() == model.scale
+        if self.tracks and model.windows > self.windows_seen:
+            stats = wrapper.stats()
+            assert stats["window"] == model.windows - self.windows_before
+            assert stats["skipped"] == model.skipped and same_number(stats["norm"], model.norm, 5e-7)
+            self._same_norms(wrapper.parameter_norms)
+        self.windows_seen = model.windows
         for i, (param, twin) in enumerate(zip(self.params, self.twins, strict=True)):
             where = f"parameter {i}, shape {list(param.shape)}, {param.dtype}"
-            self._same(param.detach(), twin, twin.detach(), exact, "value", where)
+            value = param.detach()
+            if twin.dtype != param.dtype:
+                value = masters.get(i, twin.detach())
+                assert torch.equal(value.to(param.dtype), param), f"{where} is not what its master rounds to"
+            self._same(value, twin, twin.detach(), exact, "value", where)
             self._same_grad(param.grad, twin.grad, f".grad of {where}")
             if not model.pending:
                 mean = model.grad(twin)
@@ -591,14 +685,29 @@ class Machine(RuleBasedStateMachine):
         assert (got is None) == (wanted is None), f"{where} is {got}, not {wanted}"
         if got is not None:
             torch.testing.assert_close(
-                got.to_dense(), wanted, rtol=rtol, atol=0, equal_nan=True,
+                got.to_dense().to(wanted.dtype), wanted, rtol=rtol, atol=0, equal_nan=True,
                 msg=lambda text: f"{where}\n{text}",
             )  # fmt: skip
 
+    def _masters(self):
+        """The wrapper's float32 copies, by number."""
+        return self.wrapper._rule.export_masters()
+
+    def _same_norms(self, norms):
+        """Of the last window with a gradient, if the model knows it."""
+        if self.model.norms and self.model.updated and self.model.norm:
+            wanted = {id(self.params[self._number(p)]): norm for p, norm in self.model.norms.items()}
+            assert {id(p) for p in norms} == wanted.keys()
+            assert all(same_number(float(n), wanted[id(p)], 1e-6) for p, n in norms.items())
+
+    def _number(self, twin):
+        return next(i for i, t in enumerate(self.twins) if t is twin)
+
     def _take_over(self):
+        masters = self._masters()
         with torch.no_grad():
-            for param, twin in zip(self.params, self.twins, strict=True):
-                twin.copy_(param)
+            for i, (param, twin) in enumerate(zip(self.params, self.twins, strict=True)):
+                twin.copy_(param if twin.dtype == param.dtype else masters.get(i, twin))
                 for key, value in self.model.optimizer.state.get(twin, {}).items():
                     if torch.is_tensor(value):
                         value.copy_(self.wrapper.state[param][key])

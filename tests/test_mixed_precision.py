@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 
 import pytest
 
@@ -138,6 +139,60 @@ def test_the_wrappers_own_scaler(take, how, backend):
         assert torch.equal(a, b)
     for optimizer in optimizers:
         assert optimizer.stepped
+
+
+@pytest.mark.parametrize("by", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_the_scaler_found_travels_with_the_open_window(by, bad):
+    """A window of the explicit protocol goes on elsewhere, and is skipped there only if it held an inf."""
+    p = parameter([0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2)
+    scaler = scaler_of()
+    explicit(optimizer, scaler, (p * (INF if bad else 2.0)).sum())
+    if by == "state_dict":
+        q = parameter([0.0])
+        other = FusedAccumulator(torch.optim.SGD([q], lr=1.0), 2, nonfinite="propagate")
+        other.load_state_dict(optimizer.state_dict())
+    else:
+        other = copy.deepcopy(optimizer) if by == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+        ((q,),) = (group["params"] for group in other.param_groups)
+    explicit(other, scaler, (q * 4.0).sum())
+    assert other.stepped is not bad and q.item() == (0.0 if bad else -3.0)
+
+
+@pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_has_a_copy_of_the_scaler(by):
+    p = parameter([0.0])
+    scaler = scaler_of()
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    optimizer.backward((p * 2.0).sum())
+    optimizer.step()
+    other, its_scaler = by((optimizer, scaler))
+    ((q,),) = (group["params"] for group in other.param_groups)
+    for grad in (INF, 4.0, 4.0):
+        other.backward((q * grad).sum())
+        assert q.grad.item() == grad * its_scaler.get_scale()
+        other.step()
+    assert its_scaler.get_scale() == 4.0 and scaler.get_scale() == 8.0
+    optimizer.backward((p * 4.0).sum())
+    optimizer.step()
+    assert p.item() == -3.0 and q.item() == -4.0 and scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("then", ["step", "zero_grad"])
+def test_the_own_scale_waits_for_a_micro_batch_that_is_pending_at_a_flush(then):
+    p = parameter([0.0])
+    scaler = scaler_of(growth_interval=1)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    optimizer.backward((p * 2.0).sum())
+    optimizer.step()
+    optimizer.backward((p * 4.0).sum())
+    assert optimizer.flush() and p.item() == -2.0 and scaler.get_scale() == 8.0
+    getattr(optimizer, then)()
+    assert scaler.get_scale() == 16.0
+    assert optimizer.flush() is (then == "step")
+    assert p.item() == (-6.0 if then == "step" else -2.0)
+    assert scaler.get_scale() == (32.0 if then == "step" else 16.0)
 
 
 def test_the_own_scale_shrinks_after_a_window_that_is_not_finite():
