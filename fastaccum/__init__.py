@@ -17,13 +17,27 @@ _HOME = {
     "get_total_norm": "fastaccum.clip",
     "backends": "fastaccum.backends",
     "ops": "fastaccum.ops",
+    "accumulation_steps_for": "fastaccum.batch_size",
+    "scale_lr": "fastaccum.batch_size",
+    "WarmUp": "fastaccum.batch_size",
 }
 
-__all__ = ["FusedAccumulator", "__version__", "backends", "clip_grad_norm_", "get_total_norm", "ops"]
+__all__ = [
+    "FusedAccumulator",
+    "WarmUp",
+    "__version__",
+    "accumulation_steps_for",
+    "backends",
+    "clip_grad_norm_",
+    "get_total_norm",
+    "ops",
+    "scale_lr",
+]
 
 if TYPE_CHECKING:
     from fastaccum import backends, ops
     from fastaccum.accumulator import FusedAccumulator
+    from fastaccum.batch_size import WarmUp, accumulation_steps_for, scale_lr
     from fastaccum.clip import clip_grad_norm_, get_total_norm
 
 
