@@ -20,6 +20,9 @@ _HOME = {
     "accumulation_steps_for": "fastaccum.batch_size",
     "scale_lr": "fastaccum.batch_size",
     "WarmUp": "fastaccum.batch_size",
+    "convert_batch_norm": "fastaccum.batch_norm",
+    "warn_of_small_batches": "fastaccum.batch_norm",
+    "virtual_batch_norm_statistics": "fastaccum.batch_norm",
 }
 
 __all__ = [
@@ -29,14 +32,22 @@ __all__ = [
     "accumulation_steps_for",
     "backends",
     "clip_grad_norm_",
+    "convert_batch_norm",
     "get_total_norm",
     "ops",
     "scale_lr",
+    "virtual_batch_norm_statistics",
+    "warn_of_small_batches",
 ]
 
 if TYPE_CHECKING:
     from fastaccum import backends, ops
     from fastaccum.accumulator import FusedAccumulator
+    from fastaccum.batch_norm import (
+        convert_batch_norm,
+        virtual_batch_norm_statistics,
+        warn_of_small_batches,
+    )
     from fastaccum.batch_size import WarmUp, accumulation_steps_for, scale_lr
     from fastaccum.clip import clip_grad_norm_, get_total_norm
 
