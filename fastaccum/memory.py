@@ -120,14 +120,15 @@ def memory_plan(
 
     Sizes of parameters, gradients, buffers and optimizer state are computed. Activations are measured: one
     micro-batch runs forward and backward, once as it is and once with half its rows (fewer than four: with
-    twice as many), and each of its allocations is laid on a straight line over the number of rows. Gradients, statistics of BatchNorm, random state
-    and the open window are left as they were.
+    twice as many), the allocator's reports are read, and each allocation is laid on a straight line over the
+    number of rows. Gradients, statistics of BatchNorm, random state and the open window are left as they
+    were.
 
     The peak is that of a training that runs for more than one window: with a
     :class:`~fastaccum.FusedAccumulator` of K > 1 the buffers are there while a micro-batch runs, and with
     ``take="step"`` the first micro-batch's gradients too. With any other optimizer it is the peak of the
-    plain loop. Not counted: what an operator needs only while it runs (cuDNN's and cuBLAS's workspaces among
-    it), the fragmentation of a caching allocator, the GPU's context, and what the loop keeps itself.
+    plain loop. Not counted: the fragmentation of a caching allocator, the GPU's context, memory that
+    libraries take without asking torch, what the loop itself keeps.
 
     Args:
         model: the model, as it will be trained.
@@ -144,7 +145,8 @@ def memory_plan(
     Raises:
         TypeError, ValueError: a wrong argument; parameters on several devices or none that is trained; a
             ``limit`` without a virtual batch. Nothing has changed then.
-        RuntimeError: of the model; re-entrant checkpointing cannot be measured (``use_reentrant=False`` can).
+        RuntimeError: of the model; re-entrant checkpointing cannot be measured (``use_reentrant=False`` can);
+            a profiler is running.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -1,4 +1,7 @@
-"""What one micro-batch allocates, allocation by allocation, from its forward pass to its last gradient."""
+"""What one micro-batch allocates, allocation by allocation, from its forward pass to its last gradient.
+
+The allocators report to torch's profiler what they give and take back, inside of operators too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_ARRIVAL = "fastaccum: a gradient has arrived"
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to it
 
 
@@ -27,30 +33,22 @@ def rounded(size: int, device: torch.device) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Notes the bytes that are alive on a device after every allocation.
+    """Counts the bytes that are alive on a device; on the meta device, what there would be.
 
-    Memory that is new in a result of an operator counts until it is freed. What an operator takes and gives
-    back while it runs is not seen.
+    Memory that is new in a result of an operator counts until it is freed.
 
     Attributes:
         now: bytes alive of what was allocated under this mode.
-        curve: ``now`` after each allocation, beside the value that ``mark`` had.
+        peak: the most there ever were.
     """
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()) -> None:
         """Starts at 0; the memory of ``known`` tensors is not new."""
         super().__init__()
-        self.now = 0
-        self.mark = 0
-        self.curve: list[tuple[int, int]] = []
+        self.now = self.peak = 0
         self._device = device
         self._known = {t.untyped_storage()._cdata: t.untyped_storage() for t in known}
         self._alive: dict[int, Any] = {}
-
-    @property
-    def peak(self) -> int:
-        """The most that was alive."""
-        return max((live for live, _ in self.curve), default=0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,7 +73,7 @@ class Live(TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, freed)
         self.now += size
-        self.curve.append((self.now, self.mark))
+        self.peak = max(self.peak, self.now)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +111,14 @@ class Timeline:
         so that the two cannot be laid side by side, each stretch between two gradients has one, for its peak.
 
         Raises:
-            ValueError: the numbers of rows are the same, or so different gradients arrive that there is no line.
+            ValueError: the numbers of rows are the same, or other gradients arrive: there is no line then.
         """
         if own_rows == other_rows:
             raise ValueError(f"a line needs two points, both have {own_rows} rows")
         if self.order != other.order:
             raise ValueError(
-                f"{len(self.order)} gradients arrive with {own_rows} rows, {len(other.order)} with {other_rows}, or "
-                "in another order: what other numbers of rows need cannot be told"
+                f"{len(self.order)} gradients arrive with {own_rows} rows and {len(other.order)} with "
+                f"{other_rows}, or in another order: what other numbers of rows need cannot be told"
             )
 
         def line(a: float, b: float) -> float:
@@ -154,11 +152,9 @@ def record(
         ValueError: the loss is not one number that depends on a parameter.
     """
     device = params[0].device
-    before = [*params, *known, *inputs]
-    there = {t.untyped_storage()._cdata for t in before}
+    there = {t.untyped_storage()._cdata for t in (*params, *known, *inputs)}
     saved: dict[int, int] = {}
     order: list[int] = []
-    live = Live(device, before)
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided and tensor.device == device:
@@ -167,32 +163,55 @@ def record(
                 saved[storage._cdata] = rounded(storage.nbytes(), device)
         return tensor
 
-    def arrived(param: Tensor) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            order.append(rounded(grad.numel() * grad.element_size(), device))
-            live.mark = len(order)
+    def arrived(grad: Tensor) -> None:
+        order.append(rounded(grad.numel() * grad.element_size(), device))
+        with record_function(_ARRIVAL):
+            pass
 
-        return hook
-
-    handles = [param.register_hook(arrived(param)) for param in params]
+    handles = []
+    torch.autograd._enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
     try:
-        with torch.enable_grad(), live:
+        handles += [param.register_hook(arrived) for param in params]
+        with torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = loss()
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(f"loss must give one number with a gradient, got {_shown(value)}")
             grads = torch.autograd.grad(value, params, allow_unused=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         del grads
     finally:
+        records = torch.autograd._disable_profiler_legacy()
         for handle in handles:
             handle.remove()
+    live, marks = _curve(records, device)
     return Timeline(
-        live=[float(bytes_) for bytes_, _ in live.curve],
-        arrived=[n for _, n in live.curve],
+        live=live,
+        arrived=marks,
         order=order,
         saved=float(sum(saved.values())),
         inputs=float(storage_bytes(t for t in inputs if t.device == device)),
     )
+
+
+def _curve(records: Sequence[Sequence[Any]], device: torch.device) -> tuple[list[float], list[int]]:
+    """(bytes alive after each allocation, gradients that had arrived by then)."""
+    # A GPU's backward runs in a thread of its own: events are put in order by their times.
+    threads = [list(thread) for thread in records if len(thread)]
+    (start,) = (e for thread in threads for e in thread if e.name() == "__start_profile")
+    timed = [(start.cpu_elapsed_us(event), event) for thread in threads for event in thread]
+    live, marks, now, count = [0.0], [0], 0, 0
+    for _, event in sorted(timed, key=lambda pair: pair[0]):
+        if event.kind() == "memory_alloc":
+            size = event.cuda_memory_usage() if device.type == "cuda" else event.cpu_memory_usage()
+            now += size
+            if size > 0:
+                live.append(float(now))
+                marks.append(count)
+        elif event.kind() == "push" and event.name() == _ARRIVAL:
+            count += 1
+    return live, marks
 
 
 def _shown(value: Any) -> str:

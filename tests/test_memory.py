@@ -1,7 +1,7 @@
 """The fourth care: what a training needs, predicted, and held to what the allocator reports.
 
-The truth comes from torch's profiler, which writes down every allocation of the CPU allocator, inside of
-operators too, while real windows run. Nothing of `fastaccum.memory` has a part in it.
+The truth comes from torch's (Kineto) profiler, which writes down every allocation of the CPU allocator,
+inside of operators too, while real windows run. Nothing of `fastaccum.memory` has a part in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import fastaccum  # noqa: E402
 from fastaccum import FusedAccumulator, memory_plan  # noqa: E402
-from tests.oracle import assert_identical, parameter, send, snapshot  # noqa: E402
+from tests.oracle import assert_identical, snapshot  # noqa: E402
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 quick = pytest.mark.quick
 pytestmark = pytest.mark.skipif(not torch.autograd.kineto_available(), reason="torch has no profiler")
-TOLERANCE = 0.05  # of the measured peak
+# Of the measured peak. 5 % is promised; sizes that are measured themselves do better by far.
+PROMISED, MEASURED = 0.05, 0.02
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def demo(name):
 
 def third():
     torch.manual_seed(1)
-    batch = (torch.randint(500, (32, 40)), torch.randint(500, (32,)))
+    batch = (torch.randint(500, (16, 40)), torch.randint(500, (16,)))
     return Third, lambda model, b: F.cross_entropy(model(b[0]), b[1]), batch
 
 
@@ -97,16 +98,21 @@ OPTIMIZERS = {
 }
 
 
+# Every optimizer of torch but those that a window's gradient is no use to.
+KINDS = {name for name, value in vars(torch.optim).items() if isinstance(value, type)}
+KINDS = sorted(KINDS - {"Optimizer", "LBFGS", "SparseAdam"})
+
+
 def wrapped(model, optimizer, steps, take, **options):
     inner = OPTIMIZERS[optimizer](model.parameters())
     return inner if take == "plain" else FusedAccumulator(inner, steps, take=take, **options)
 
 
 def train(make, loss, batch, optimizer, steps, take, **options):
-    """Three windows, as a user runs them."""
+    """Two windows, as a user runs them: the second finds everything allocated."""
     model = make()
     update = wrapped(model, optimizer, steps, take, **options)
-    for i in range(3 * steps):
+    for i in range(2 * steps):
         inputs = [t.clone() for t in batch]
         loss(model, inputs).backward()
         if take != "plain":
@@ -122,17 +128,17 @@ def close(make, loss, planned, trained, optimizer, steps, take, **options):
     predicted = plan.peak_for(len(trained[0]), steps)
     del model
     peak = allocated(lambda: train(make, loss, trained, optimizer, steps, take, **options))
-    assert abs(predicted / peak - 1) <= TOLERANCE, f"predicted {predicted}, measured {peak}"
-    if planned is trained and (steps == plan.accumulation_steps):
+    limit = MEASURED if planned is trained else PROMISED
+    assert abs(predicted / peak - 1) <= limit, f"predicted {predicted}, measured {peak}"
+    if planned is trained and steps == plan.accumulation_steps:
         assert plan.peak == predicted
-    return predicted, peak
 
 
 # ---------------------------------------------------------------------------------------- the peak
 
 
 @pytest.mark.parametrize("take", ["step", "backward", "plain"])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_within_5_percent_of_the_allocators(case, steps, take):
     make, loss, batch = CASES[case]()
@@ -146,7 +152,7 @@ def test_other_optimizers(optimizer, take):
     close(make, loss, batch, batch, optimizer, 2, take)
 
 
-@pytest.mark.parametrize(("planned", "trained"), [(8, 32), (32, 6)])
+@pytest.mark.parametrize(("planned", "trained"), [(4, 16), (16, 3), (2, 7)])
 @pytest.mark.parametrize("case", ["cnn", "third"])
 def test_another_micro_batch_size_is_foretold(case, planned, trained):
     make, loss, batch = CASES[case]()
@@ -200,14 +206,10 @@ def test_the_components_are_counted_by_hand():
 
 
 @quick
-@pytest.mark.parametrize(
-    "name", sorted(n for n in vars(torch.optim) if isinstance(vars(torch.optim)[n], type))
-)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_the_state_is_what_a_step_makes(name):
     kind = vars(torch.optim)[name]
-    if name in ("Optimizer", "LBFGS", "SparseAdam"):
-        pytest.skip("cannot be wrapped, and has no state that a window's gradient makes")
     shapes = [(33, 20), (64, 64)] + ([] if name == "Muon" else [(7,), ()])
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
 
@@ -256,12 +258,10 @@ def test_groups_dtypes_and_frozen_parameters():
     trained = 4 * 100 + 8 * 10100 + 4 * 505
     assert plan.parameters == trained + 40000 and plan.gradients == trained
     assert plan.optimizer_state == 4 * 100 + 4 * 505
-    held = copy.deepcopy(model)
     for _ in range(2):
         loss(model, torch.randn(3, 100)).backward()
         optimizer.step()
     assert plan.accumulator == optimizer.memory()["buffer"]
-    del held
 
 
 # ------------------------------------------------------------------------------------- what fits
@@ -371,6 +371,20 @@ def test_nothing_is_changed():
 
 
 @quick
+def test_a_running_profiler_is_refused_and_left_alone():
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with torch.autograd.profiler_legacy.profile() as running:
+        with pytest.raises(RuntimeError, match="[Pp]rofiler"):
+            memory_plan(model, optimizer, torch.randn(4, 32), loss=mean_square)
+        model(torch.randn(1, 32))
+    assert any(event.name == "aten::linear" for event in running.function_events)
+    assert not any(p._backward_hooks for p in model.parameters())
+    memory_plan(model, optimizer, torch.randn(4, 32), loss=mean_square)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@quick
 @pytest.mark.parametrize(
     ("arguments", "exception", "match"),
     [
@@ -425,6 +439,3 @@ def test_models_that_cannot_be_planned():
 @quick
 def test_the_name_is_public():
     assert "memory_plan" in fastaccum.__all__ and fastaccum.memory_plan is memory_plan
-    p = parameter(1.0)
-    send(p, 2.0)
-    assert p.grad.item() == 2.0
