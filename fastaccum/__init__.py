@@ -17,14 +17,48 @@ _HOME = {
     "get_total_norm": "fastaccum.clip",
     "backends": "fastaccum.backends",
     "ops": "fastaccum.ops",
+    "accumulation_steps_for": "fastaccum.batch_size",
+    "scale_lr": "fastaccum.batch_size",
+    "WarmUp": "fastaccum.batch_size",
+    "memory_plan": "fastaccum.memory",
+    "find_micro_batch_size": "fastaccum.micro_batch",
+    "MemoryMonitor": "fastaccum.monitor",
+    "convert_batch_norm": "fastaccum.batch_norm",
+    "warn_of_small_batches": "fastaccum.batch_norm",
+    "virtual_batch_norm_statistics": "fastaccum.batch_norm",
 }
 
-__all__ = ["FusedAccumulator", "__version__", "backends", "clip_grad_norm_", "get_total_norm", "ops"]
+__all__ = [
+    "FusedAccumulator",
+    "MemoryMonitor",
+    "WarmUp",
+    "__version__",
+    "accumulation_steps_for",
+    "backends",
+    "clip_grad_norm_",
+    "convert_batch_norm",
+    "find_micro_batch_size",
+    "get_total_norm",
+    "memory_plan",
+    "ops",
+    "scale_lr",
+    "virtual_batch_norm_statistics",
+    "warn_of_small_batches",
+]
 
 if TYPE_CHECKING:
     from fastaccum import backends, ops
     from fastaccum.accumulator import FusedAccumulator
+    from fastaccum.batch_norm import (
+        convert_batch_norm,
+        virtual_batch_norm_statistics,
+        warn_of_small_batches,
+    )
+    from fastaccum.batch_size import WarmUp, accumulation_steps_for, scale_lr
     from fastaccum.clip import clip_grad_norm_, get_total_norm
+    from fastaccum.memory import memory_plan
+    from fastaccum.micro_batch import find_micro_batch_size
+    from fastaccum.monitor import MemoryMonitor
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,15 @@ def accumulation_steps(value: Any) -> int:
     return int(value)
 
 
+def whole(value: Any, argument: str, least: int, what: str) -> int:
+    """An int of at least ``least``; ``what`` says what it counts."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{argument} must be an int ({what}), got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{argument} must be at least {least} ({what}), got {value}")
+    return int(value)
+
+
 def positive(value: Any, argument: str, advice: str) -> float | None:
     """None, or a number above 0 (inf allowed, NaN not)."""
     if value is None:

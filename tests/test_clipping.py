@@ -428,3 +428,94 @@ def test_c08_a_shared_parameter_counts_once(backend, listed):
     optimizer.step()
     assert optimizer.norm.item() == pytest.approx(28.284271)
     torch.testing.assert_close(before - embedding.weight, torch.full((4, 3), math.sqrt(800 / 12)))
+
+
+# ------------------------------------------------------------------- by hand, and by something else
+
+
+@each_take
+@each_backend
+@pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_clipping_by_hand_is_stocks_clip_of_the_finished_gradient(take, backend, kind):
+    """The documented place: before the closing step(); the same bits as max_norm=, and float64's values."""
+    starts = [torch.randn(shape) for shape in ((5, 3), (400,), ())]
+    by_hand, by_option, oracle = ([nn.Parameter(t.clone()) for t in starts] for _ in range(3))
+    oracle = twins(oracle, torch.float64)
+    hand = FusedAccumulator(stock(kind, by_hand, lr=0.1), 3, take=take, backend=backend)
+    option = FusedAccumulator(stock(kind, by_option, lr=0.1), 3, max_norm=0.7, take=take, backend=backend)
+    reference = stock(kind, oracle, lr=0.1)
+    for window in range(3):
+        micro_batches = [(1.0, randoms(by_hand, scale=10.0**-window)) for _ in range(3)]
+        for i, (_, grads) in enumerate(micro_batches):
+            send(by_hand, grads)
+            if i == 2:
+                norm = fastaccum.clip_grad_norm_(hand, 0.7)
+            hand.step()
+            send(by_option, grads)
+            option.step()
+        exact = run_window(oracle, reference, micro_batches, max_norm=0.7)
+        torch.testing.assert_close(norm.double(), exact, rtol=3e-7, atol=0)
+        assert (exact > 0.7) == (window < 2)  # the last window is not clipped
+    assert_identical(snapshot(option)[1], snapshot(hand)[1])
+    for p, q in zip(by_hand, oracle, strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
+
+
+@each_backend
+def test_clipping_by_hand_leaves_a_groups_own_limit_to_it(backend):
+    a, b = parameter(0.0), parameter(0.0)
+    groups = [{"params": [a]}, {"params": [b], "max_norm": 3.0}]
+    optimizer = FusedAccumulator(SGD(groups, lr=1.0), 2, max_norm=50.0, backend=backend)
+    for clip, expected in ((True, (-2.0, -3.0)), (False, (-8.0, -3.0))):
+        for _ in range(2):
+            send([a, b], [8.0, 15.0])
+            if clip:
+                fastaccum.clip_grad_norm_(optimizer, 2.0)
+            optimizer.step()
+        assert (a.item(), b.item()) == pytest.approx(expected) and optimizer.norm.item() == 17.0
+        with torch.no_grad():
+            a.zero_(), b.zero_()
+
+
+FOREIGN = {
+    "torch's clip": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    "our clip of the parameters": lambda params: fastaccum.clip_grad_norm_(params, 1.0),
+    "by value": lambda params: torch.nn.utils.clip_grad_value_(params, 1.0),
+    "without foreach": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=False),
+    "by hand": lambda params: [p.grad.mul_(0.2) for p in params],
+}
+
+
+@pytest.mark.parametrize("clip", FOREIGN.values(), ids=FOREIGN)
+def test_whatever_clips_a_micro_batch_in_place_is_warned_of_once(clip):
+    p, q = parameter(0.0), parameter(0.0)
+    optimizer = FusedAccumulator(SGD([p, q], lr=1.0), 2)
+    with pytest.warns(UserWarning, match="pass max_norm= to FusedAccumulator") as caught:
+        for _ in range(4):
+            send([p, q], [3.0, 4.0])
+            clip([p, q])
+            optimizer.step()
+    assert len(caught) == 1
+    # What was clipped counts as it lies in .grad: the mean of clipped micro-batches, over two windows.
+    clipped = (1.0, 1.0) if clip is FOREIGN["by value"] else (0.6, 0.8)
+    assert (-p.item() / 2, -q.item() / 2) == pytest.approx(clipped)
+
+
+def test_what_does_not_clip_is_not_warned_of(recwarn):
+    p, q = parameter(0.0), parameter(0.0)
+    optimizer = FusedAccumulator(SGD([p, q], lr=1.0), 2, max_norm=1.0)
+    for i in range(4):
+        send([p, q], [3.0, 4.0])
+        if i % 2:
+            torch.nn.utils.get_total_norm([p.grad, q.grad])  # reads
+            p.grad = p.grad * 0.5  # another tensor: taken as it is, by design
+            fastaccum.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    assert not [w for w in recwarn if "in place" in str(w.message)]
+    by_backward = FusedAccumulator(SGD([parameter(0.0)], lr=1.0), 2, take="backward")
+    param = by_backward.param_groups[0]["params"][0]
+    send(param, 3.0)
+    torch.nn.utils.clip_grad_norm_([param], 1.0)  # finds nothing in .grad
+    by_backward.step()
+    by_backward.flush()
+    assert param.item() == -3.0 and not [w for w in recwarn if "in place" in str(w.message)]

@@ -25,6 +25,12 @@ def test_every_python_block_runs_in_order(capsys):
     # Both ways of weighting the same rows closed a window and applied it.
     assert namespace["optimizer"].stepped
     assert namespace["optimizer"].state[namespace["model"].weight]["step"] == 5
+    # The four cares: sizes, rates and fits are those that the text names.
+    assert namespace["steps"] == 8 and namespace["cosine"].base_lrs == [pytest.approx(0.1 * 8**0.5)]
+    assert namespace["net"][1].num_groups == 2
+    assert namespace["plan"].best.fits and namespace["plan"].micro_batch_size < 256
+    assert namespace["found"] == (256, 1) and namespace["larger"].updated
+    assert namespace["monitor"].peak() > 0
 
 
 @pytest.mark.quick
