@@ -88,9 +88,15 @@ class FusedAccelerator(Accelerator):
                 "give it the optimizer inside; or use a plain Accelerator() and call step() after every backward"
             )
         if not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = DrivenAccumulator(optimizer, **self._options)
+            divided_by = self.gradient_accumulation_steps if self._options["reduction"] == "mean" else None
+            optimizer = DrivenAccumulator(optimizer, divided_by=divided_by, **self._options)
             self.accumulators.append(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Lets go of all that was prepared."""
+        self.accumulators.clear()
+        return super().free_memory(*objects)
 
     @contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
@@ -99,16 +105,40 @@ class FusedAccelerator(Accelerator):
             yield
         if self.sync_gradients:
             return
-        count = {"count": 1.0 / self.gradient_accumulation_steps} if self._options["reduction"] == "mean" else {}
-        ...
+        pending = [accumulator for accumulator in self.accumulators if accumulator.pending]
+        for accumulator in pending:
+            accumulator.add(self.scaler)
+        if pending and self.scaler is not None:
+            self.scaler.update()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clips the window that ends next, when it ends.
+        """Clips the open window, once it ends.
+
+        Args:
+            parameters: all that one prepared optimizer updates; others may be among them.
+            max_norm: the limit, above 0.
+            norm_type: must be that of the FusedAccumulator, 2 unless ``accumulator_options`` has another.
 
         Returns:
-            The norm before clipping: 0-d float32, which holds it once ``optimizer.step()`` has ended the window.
+            The norm before clipping, 0-d float32: it holds it from ``optimizer.step()`` on.
+
+        Raises:
+            ValueError: these are not the parameters of one optimizer, or another norm is asked for.
         """
-        ...
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        meant = [accumulator for accumulator in self.accumulators if given & _trained(accumulator)]
+        if len(meant) != 1 or not _trained(meant[0]) <= given:
+            raise ValueError(
+                "clip_grad_norm_() clips the window of one optimizer: expected all parameters of one that was "
+                f"given to prepare(), got some of {len(meant)}"
+            )
+        own = meant[0]._options["norm_type"]
+        if arguments.norm_type(norm_type) != own:
+            raise ValueError(
+                f"norm_type={norm_type} is not that of the FusedAccumulator, {own}: give FusedAccelerator "
+                f"accumulator_options={{'norm_type': {norm_type}}}"
+            )
+        return meant[0].clip_next(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
         """Refused: it would clip one micro-batch."""
@@ -116,3 +146,7 @@ class FusedAccelerator(Accelerator):
             "clip_grad_value_() would clip one micro-batch, not the window: give FusedAccelerator "
             'accumulator_options={"max_value": ...}'
         )
+
+
+def _trained(accumulator: DrivenAccumulator) -> set[int]:
+    return {id(p) for group in accumulator.param_groups for p in group["params"] if p.requires_grad}

@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from fastaccum.accumulator import FusedAccumulator
 
@@ -39,12 +41,26 @@ class DrivenAccumulator(FusedAccumulator):
     """A wrapper without a count of its own: :meth:`step` updates, :meth:`add` does not.
 
     The framework calls ``step()`` where it would step any optimizer, at the end of a window of any length;
-    its bridge calls ``add()`` after every micro-batch before that. Arguments are those of
-    :class:`fastaccum.FusedAccumulator`, without ``accumulation_steps``.
+    its bridge calls ``add()`` after every micro-batch before that.
     """
 
     # Of an open window: it never fills up by itself.
     _OPEN = sys.maxsize
+
+    def __init__(self, optimizer: Optimizer, *, divided_by: int | None = None, **options: Any) -> None:
+        """Wraps an optimizer.
+
+        Args:
+            optimizer: as for FusedAccumulator.
+            divided_by: what the framework divides every loss by, if the window's gradient is to be the mean
+                over the micro-batches that there were all the same; None takes the losses as they come.
+            **options: FusedAccumulator's, without ``accumulation_steps``.
+        """
+        super().__init__(optimizer, **options)
+        self._options["divided_by"] = divided_by
+        if divided_by is not None:
+            # Each counts as a part of a micro-batch: a number, but the same on every rank.
+            self._warned.add("weights")
 
     def _start(self, *args: Any) -> None:
         self._adding = self._closing = False
@@ -60,27 +76,23 @@ class DrivenAccumulator(FusedAccumulator):
     def accumulation_steps(self, value: int) -> None:
         raise AttributeError("accumulation_steps is the framework's to count: set it there")
 
-    def add(self, scaler: Any = None, **weight: Any) -> None:
+    def add(self, scaler: GradScaler | None = None) -> None:
         """Closes a micro-batch; the window stays open.
 
         Args:
-            scaler: the ``GradScaler`` that scaled its loss, stepped and updated here.
-            **weight: ``weight=`` or ``count=``, as for ``FusedAccumulator.step``.
+            scaler: what scaled its loss; stepped here, not updated.
         """
         self._adding = True
         try:
-            if scaler is None:
-                self.step(**weight)
-            else:
-                scaler.step(self, **weight)
+            self.step() if scaler is None else scaler.step(self)
         finally:
             self._adding = False
-        if scaler is not None:
-            scaler.update()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Closes the micro-batch and the window: the parameters are updated."""
         self.show()
+        if self._options["divided_by"] is not None:
+            kwargs["count"] = 1.0 / self._options["divided_by"]
         self._closing = not self._adding
         try:
             return super().step(*args, **kwargs)
