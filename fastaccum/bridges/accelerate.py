@@ -88,8 +88,7 @@ class FusedAccelerator(Accelerator):
                 "give it the optimizer inside; or use a plain Accelerator() and call step() after every backward"
             )
         if not isinstance(optimizer, AcceleratedOptimizer):
-            divided_by = self.gradient_accumulation_steps if self._options["reduction"] == "mean" else None
-            optimizer = DrivenAccumulator(optimizer, divided_by=divided_by, **self._options)
+            optimizer = DrivenAccumulator(optimizer, **self._options)
             self.accumulators.append(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
@@ -101,6 +100,9 @@ class FusedAccelerator(Accelerator):
     @contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
         """One micro-batch; ``optimizer.step()`` in it does nothing unless it ends the window."""
+        if self._options["reduction"] == "mean":
+            for accumulator in self.accumulators:
+                accumulator.divided_by = self.gradient_accumulation_steps
         with super().accumulate(*models):
             yield
         if self.sync_gradients:

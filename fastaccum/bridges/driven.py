@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from fastaccum.accumulator import FusedAccumulator
 
@@ -47,21 +46,6 @@ class DrivenAccumulator(FusedAccumulator):
     # Of an open window: it never fills up by itself.
     _OPEN = sys.maxsize
 
-    def __init__(self, optimizer: Optimizer, *, divided_by: int | None = None, **options: Any) -> None:
-        """Wraps an optimizer.
-
-        Args:
-            optimizer: as for FusedAccumulator.
-            divided_by: what the framework divides every loss by, if the window's gradient is to be the mean
-                over the micro-batches that there were all the same; None takes the losses as they come.
-            **options: FusedAccumulator's, without ``accumulation_steps``.
-        """
-        super().__init__(optimizer, **options)
-        self._options["divided_by"] = divided_by
-        if divided_by is not None:
-            # Each counts as a part of a micro-batch: a number, but the same on every rank.
-            self._warned.add("weights")
-
     def _start(self, *args: Any) -> None:
         self._adding = self._closing = False
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -91,8 +75,8 @@ class DrivenAccumulator(FusedAccumulator):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Closes the micro-batch and the window: the parameters are updated."""
         self.show()
-        if self._options["divided_by"] is not None:
-            kwargs["count"] = 1.0 / self._options["divided_by"]
+        if self.divided_by is not None:
+            kwargs["count"] = 1.0 / self.divided_by
         self._closing = not self._adding
         try:
             return super().step(*args, **kwargs)
@@ -100,6 +84,21 @@ class DrivenAccumulator(FusedAccumulator):
             self._closing = False
 
     step.hooked = True  # type: ignore[attr-defined]  # as FusedAccumulator's
+
+    @property
+    def divided_by(self) -> int | None:
+        """What the framework divides every loss by, to undo it: the gradient is a mean over what there was.
+
+        None, the default, takes the losses as they come. To be set between micro-batches, and only with
+        ``reduction="mean"``.
+        """
+        return self._options.get("divided_by")
+
+    @divided_by.setter
+    def divided_by(self, value: int | None) -> None:
+        self._options["divided_by"] = value
+        # Each counts as a part of a micro-batch: a weight, but the same one on every rank.
+        self._warned.add("weights")
 
     @property
     def pending(self) -> bool:
