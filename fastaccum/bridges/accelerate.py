@@ -1,10 +1,10 @@
 """Hugging Face Accelerate: an Accelerator whose windows are accumulated, clipped and updated fused.
 
 The loop stays as Accelerate documents it, with ``gradient_accumulation_steps`` of the Accelerator and
-``accelerator.accumulate(model)``; the plain optimizer goes into ``prepare()``. Accelerate counts, ends windows
-(at the end of a prepared data loader too), and steps the scheduler once per update. The block under
-``accumulate()`` is one micro-batch: where it does not end the window, its gradients join the window when the
-block is left.
+``accelerator.accumulate(model)``; the plain optimizer goes into ``prepare()``. Accelerate counts, ends
+windows (at the end of a prepared data loader too), and steps the scheduler once per update. The block
+under ``accumulate()`` is one micro-batch: where it does not end the window, its gradients join the window
+when the block is left.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class FusedAccelerator(Accelerator):
         """
         if isinstance(optimizer, FusedAccumulator):
             raise ValueError(
-                f"prepare() was given a FusedAccumulator (accumulation_steps={optimizer.accumulation_steps}), and "
-                f"this accelerator counts itself (gradient_accumulation_steps={self.gradient_accumulation_steps}): "
-                "give it the optimizer inside; or use a plain Accelerator() and call step() after every backward"
+                "prepare() was given a FusedAccumulator, which counts micro-batches (accumulation_steps="
+                f"{optimizer.accumulation_steps}), as this accelerator does (gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}): give it the optimizer inside; or use a plain "
+                "Accelerator() and call step() after every backward"
             )
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = DrivenAccumulator(optimizer, **self._options)
@@ -131,8 +132,8 @@ class FusedAccelerator(Accelerator):
         meant = [accumulator for accumulator in self.accumulators if given & _trained(accumulator)]
         if len(meant) != 1 or not _trained(meant[0]) <= given:
             raise ValueError(
-                "clip_grad_norm_() clips the window of one optimizer: expected all parameters of one that was "
-                f"given to prepare(), got some of {len(meant)}"
+                "clip_grad_norm_() clips the window of one optimizer: expected all parameters of one that "
+                f"was given to prepare(), got some of {len(meant)}"
             )
         own = meant[0]._options["norm_type"]
         if arguments.norm_type(norm_type) != own:

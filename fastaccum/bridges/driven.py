@@ -98,7 +98,7 @@ class DrivenAccumulator(FusedAccumulator):
     def divided_by(self, value: int | None) -> None:
         self._options["divided_by"] = value
         # Each counts as a part of a micro-batch: a weight, but the same one on every rank.
-        self._warned.add("weights")
+        self._advice.withhold("weights")
 
     @property
     def pending(self) -> bool:
@@ -107,7 +107,8 @@ class DrivenAccumulator(FusedAccumulator):
 
     def hide(self) -> None:
         """Takes the pending gradients out of ``.grad`` until :meth:`show` or :meth:`step`."""
-        self._hidden = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = (p for group in self.param_groups for p in group["params"])
+        self._hidden = [(p, p.grad) for p in params if p.grad is not None]
         for param, _ in self._hidden:
             param.grad = None
 

@@ -1,9 +1,9 @@
 """Lightning: a callback that makes the windows of the Trainer's ``accumulate_grad_batches`` fused.
 
-Lightning counts, divides every loss by ``accumulate_grad_batches``, ends windows (at the end of an epoch too),
-steps schedulers and ``global_step`` once per update and keeps DDP from reducing in between. The callback puts a
-FusedAccumulator around the optimizer of ``configure_optimizers()`` for the time of ``fit()``, and lets every
-micro-batch but the window's last join the window when its batch is over.
+Lightning counts, divides every loss by ``accumulate_grad_batches``, ends windows (at the end of an epoch
+too), steps schedulers and ``global_step`` once per update and keeps DDP from reducing in between. The
+callback puts a FusedAccumulator around the optimizer of ``configure_optimizers()`` for the time of ``fit()``,
+and lets every micro-batch but the window's last join the window when its batch is over.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ except ImportError as error:
 
 
 class FusedWindows(Callback):
-    """``Trainer(accumulate_grad_batches=4, callbacks=[FusedWindows(max_norm=1.0)])``, for automatic optimization.
+    """``Trainer(accumulate_grad_batches=4, callbacks=[FusedWindows(max_norm=1.0)])``.
+
+    For automatic optimization.
 
     Attributes:
-        accumulator: the wrapper while ``fit()`` runs, for ``stats()``, ``log(writer)``, ``grad(param)``; else None.
+        accumulator: the wrapper while ``fit()`` runs, for ``stats()``, ``log(writer)``, ``grad(param)``; else
+            None.
     """
 
     def __init__(
@@ -39,8 +42,8 @@ class FusedWindows(Callback):
 
         Args:
             max_norm: clip every window to this norm; in place of ``gradient_clip_val``, which is refused.
-            reduction: ``"sum"``: the numbers are Lightning's, which divides by ``accumulate_grad_batches`` in a
-                short last window too. ``"mean"``: the mean over the micro-batches that there were.
+            reduction: ``"sum"``: the numbers are Lightning's, which divides by ``accumulate_grad_batches`` in
+                a short last window too. ``"mean"``: the mean over the micro-batches that there were.
             accumulator_options: more arguments for FusedAccumulator.
 
         Raises:
@@ -87,13 +90,13 @@ class FusedWindows(Callback):
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise ValueError(
-            "FusedWindows needs automatic optimization: with automatic_optimization=False make a FusedAccumulator "
-            "in configure_optimizers() and call its step() after every manual_backward()"
+            "FusedWindows needs automatic optimization: with automatic_optimization=False make a "
+            "FusedAccumulator in configure_optimizers() and call its step() after every manual_backward()"
         )
     if trainer.gradient_clip_val:
         raise ValueError(
-            f"gradient_clip_val={trainer.gradient_clip_val} would clip the window's last micro-batch only: leave it "
-            f"out of the Trainer and use FusedWindows(max_norm={trainer.gradient_clip_val})"
+            f"gradient_clip_val={trainer.gradient_clip_val} would clip the window's last micro-batch only: "
+            f"leave it out of the Trainer and use FusedWindows(max_norm={trainer.gradient_clip_val})"
         )
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise NotImplementedError(
@@ -101,6 +104,6 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         )
     if isinstance(trainer.optimizers[0], FusedAccumulator):
         raise ValueError(
-            "configure_optimizers() returned a FusedAccumulator, and Lightning counts micro-batches itself: return "
-            "the optimizer inside it, and give its options to FusedWindows"
+            "configure_optimizers() returned a FusedAccumulator, and Lightning counts micro-batches itself: "
+            "return the optimizer inside it, and give its options to FusedWindows"
         )

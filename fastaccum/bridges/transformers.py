@@ -1,10 +1,11 @@
 """Hugging Face Transformers: a Trainer whose windows are accumulated, clipped and updated fused.
 
-The Trainer counts (``gradient_accumulation_steps``) and normalises the loss, by the tokens of the whole window
-where the model takes ``num_items_in_batch``: so the window's gradient is a sum, and a short last window is
-right too. Every micro-batch but the window's last is closed in ``training_step``; the last one when the Trainer
-steps its optimizer. Between the two the Trainer clips what lies in ``.grad``, which is one micro-batch only:
-so nothing lies there at that time, and the window is clipped to ``max_grad_norm`` in the fused update.
+The Trainer counts (``gradient_accumulation_steps``) and normalises the loss, by the tokens of the whole
+window where the model takes ``num_items_in_batch``: so the window's gradient is a sum, and a short last
+window is right too. Every micro-batch but the window's last is closed in ``training_step``; the last one
+when the Trainer steps its optimizer. Between the two the Trainer clips what lies in ``.grad``, which is one
+micro-batch only: so nothing lies there at that time, and the window is clipped to ``max_grad_norm`` in the
+fused update.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class _Windows(TrainerCallback):
 class FusedTraining:
     """Goes before ``Trainer`` or a class derived from it: ``class Mine(FusedTraining, Seq2SeqTrainer)``.
 
-    The optimizer that the Trainer makes, or is given, is wrapped in a FusedAccumulator. ``max_grad_norm`` is its
-    ``max_norm`` (0: no clipping), and the norm that is logged is the whole window's before clipping.
+    The optimizer that the Trainer makes, or is given, is wrapped in a FusedAccumulator. ``max_grad_norm`` is
+    its ``max_norm`` (0: no clipping), and the norm that is logged is the whole window's before clipping.
 
     Attributes:
         accumulator: the wrapper; its ``grad(param)``, ``stats()``, ``log(writer)`` are there in callbacks.
@@ -121,8 +122,8 @@ class FusedTrainer(FusedTraining, Trainer):
 def _check(trainer: Any) -> None:
     if isinstance(trainer.optimizer, FusedAccumulator):
         raise ValueError(
-            "optimizers= holds a FusedAccumulator, and FusedTrainer makes its own: pass the optimizer inside it, "
-            "and its options as accumulator_options="
+            "optimizers= holds a FusedAccumulator, and FusedTrainer makes its own: pass the optimizer inside "
+            "it, and its options as accumulator_options="
         )
     if trainer.args.fp16:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""The Accelerate bridge against plain loops: the numbers, schedulers, clipping, loss scaling, ranks, refusals."""
+"""The Accelerate bridge against plain loops: numbers, schedulers, clipping, loss scaling, ranks, refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def model_and_data(dtype=torch.float64):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).to(dtype)
     inputs = torch.randn(BATCHES, 3, 5, dtype=dtype)
-    return model, torch.utils.data.DataLoader(list(zip(inputs, inputs.sum(-1, True), strict=True)), batch_size=1)
+    rows = list(zip(inputs, inputs.sum(-1, True), strict=True))
+    return model, torch.utils.data.DataLoader(rows, batch_size=1)
 
 
 def loss_of(model, batch):
@@ -263,7 +264,7 @@ def test_two_ranks_give_the_windows_of_all_their_batches(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     model, data = model_and_data()
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), list(data)
-    # A window of two micro-batches on two ranks is four batches; the last one's losses are divided by as many.
+    # A window of two micro-batches on two ranks is four batches; the last one is divided by as many.
     for first in range(0, BATCHES, 4):
         for batch in batches[first : first + 4]:
             (loss_of(model, batch) / 4).backward()

@@ -80,8 +80,9 @@ def plain_loop(epochs=2, max_norm=None, mean=False, steps=(STEPS, STEPS)):
 
 
 def fit(module, *callbacks, ckpt_path=None, epochs=2, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    options = {"accumulate_grad_batches": STEPS, "enable_checkpointing": False, **quiet, **options}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fixed = {"accelerator": "cpu", "accumulate_grad_batches": STEPS, "enable_checkpointing": False}
+    options = {**quiet, **fixed, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(num_workers|LeafSpec|log_every_n_steps).*")
         trainer = Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
@@ -127,7 +128,7 @@ def test_a_schedule_of_accumulation_is_followed(reduction):
 
 
 def test_loss_scaling():
-    """As 16-mixed has it, on a CPU and outside of autocast, at a scale that must not be seen in the numbers."""
+    """As 16-mixed has it, on a CPU and without autocast, at a scale that must not be seen in the numbers."""
 
     class Scaled(MixedPrecision):
         def forward_context(self):

@@ -1,4 +1,4 @@
-"""The Trainer bridge against plain loops: the numbers, the schedule, clipping, logs, checkpoints, refusals."""
+"""The Trainer bridge against plain loops: numbers, schedules, clipping, logs, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gpt2():
     sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
-    # Without it the Trainer does not know that this model shifts its labels, and counts the first token of each
-    # row, which nothing predicts: it goes by the class's name, and looks for "ForCausalLM" in it.
+    # Without it the Trainer does not know that this model shifts its labels, and counts the first token of
+    # each row, which nothing predicts: it goes by the class's name, and looks for "ForCausalLM" in it.
     model.loss_type = "ForCausalLM"
     return model
 
@@ -46,9 +46,11 @@ def rows():
 def arguments(folder, **options):
     # Two epochs of windows of 4, 4 and 2 micro-batches.
     fixed = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     order = {"train_sampling_strategy": "sequential", "lr_scheduler_type": "linear", "warmup_steps": 2}
-    return TrainingArguments(folder, **{**fixed, **quiet, **order, "learning_rate": 0.05, **options})
+    return TrainingArguments(
+        folder, **{**fixed, **quiet, **order, "learning_rate": 0.05, "use_cpu": True, **options}
+    )
 
 
 def sum_over_tokens(outputs, labels, num_items_in_batch=None):
@@ -97,7 +99,8 @@ def same_weights(a, b, **tolerance):
 
 
 def moved(a, b):
-    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.75])
