@@ -9,7 +9,7 @@ Per parameter element, where its gradient takes g bytes, the window's sum s and 
     update: the sum read; parameter and state read and written; a 16-bit parameter beside its master written
 
 Copies that are made of a gradient which something else could write to, sparse gradients and what DDP moves
-are not in it, and every parameter of the window counts as if each of its micro-batches had brought a gradient.
+are not in it, and every parameter of the window counts as if each micro-batch had brought it a gradient.
 """
 
 from __future__ import annotations

@@ -847,8 +847,6 @@ def checkpoint(rank):
 
 def test_torch_s_distributed_checkpoint(both):
     assert both("checkpoint") == [(6, 0, True)] * 2
-
-
 # ----------------------------------------------------------------------------------------- static graph
 
 
