@@ -6,6 +6,7 @@
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
 #   make coverage                test, test-emulated and test-triton; the share of fastaccum/ that they reach
+#   make test-bridges            the bridges to Accelerate, Transformers and Lightning, with the real libraries
 #   make bench [ARGS=...]        the benchmarks
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
@@ -28,7 +29,7 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton coverage bench static-proof gpu-check lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton test-bridges coverage bench static-proof gpu-check lint sanitize clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -73,6 +74,21 @@ $(TRITON_STAMP): $(STAMP)
 	  open(p.replace('.venv', '$(TRITON_ENV)', 1) + '/base.pth', 'w').write( \
 	  f'import site; site.addsitedir({p!r})\n')"
 	$(PIP) --python $(TRITON_ENV)/bin/python install --no-deps triton==$(TRITON)
+	touch $@
+
+# The frameworks beside the packages of .venv, whose torch stays the one that is used.
+BRIDGES_ENV := .venv/bridges
+BRIDGES_STAMP := $(BRIDGES_ENV)/.installed-$(KEY)
+test-bridges: $(BRIDGES_STAMP)
+	OMP_NUM_THREADS=1 $(BRIDGES_ENV)/bin/python -m pytest -q tests/bridges $(ARGS)
+
+$(BRIDGES_STAMP): $(STAMP) requirements/bridges.txt
+	$(BIN)/python -m venv --without-pip $(BRIDGES_ENV)
+	$(BIN)/python -c "import sysconfig as s; p = s.get_path('purelib'); \
+	  open(p.replace('.venv', '$(BRIDGES_ENV)', 1) + '/base.pth', 'w').write( \
+	  f'import site; site.addsitedir({p!r})\n')"
+	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(BRIDGES_ENV)/torch.txt
+	$(PIP) --python $(BRIDGES_ENV)/bin/python install -r requirements/bridges.txt -c $(BRIDGES_ENV)/torch.txt
 	touch $@
 
 bench: $(STAMP)

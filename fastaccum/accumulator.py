@@ -17,7 +17,18 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fastaccum import arguments, backends, checkpoint, fsdp, groups, observe, pending, scaling, sharding
+from fastaccum import (
+    arguments,
+    backends,
+    checkpoint,
+    fsdp,
+    groups,
+    observe,
+    pending,
+    scaling,
+    sharding,
+    traffic,
+)  # fmt: skip
 from fastaccum.advice import Advice
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
@@ -193,6 +204,8 @@ class FusedAccumulator(Optimizer):
         self._clip_once: float | None = None
         self._windows = 0  # closed so far
         self._news: observe.Arrived | None = None
+        self._traffic = traffic.Traffic()
+        self._watched_from = 0  # windows closed before the first look at stats()
         self._noise: observe.NoiseScale | None = None
         self._tracks_norms = False
         self._parameter_norms: dict[Tensor, Tensor] = {}
@@ -374,16 +387,26 @@ class FusedAccumulator(Optimizer):
 
         Returns:
             ``window``: how many windows were closed when the numbers were taken; ``norm``: before
-            clipping; ``skipped``: updates skipped so far. With ``track(noise_scale=True)`` also
+            clipping; ``skipped``: updates skipped so far. From the first window closed after the first call
+            on ``clip_share``: the share of the windows since then whose update ``max_norm`` scaled down
+            (not with ``max_value``), and ``bytes_moved``: what the last window moved between memory and
+            processor, from sizes alone (:mod:`fastaccum.traffic`). With ``track(noise_scale=True)`` also
             ``noise_scale``, in micro-batches (this one reads the device), and
             ``recommended_accumulation_steps``: the smallest window that is not below it.
         """
         if self._news is None or self._news.device != self._outcome.device:
             self._news = observe.Arrived(self._outcome.device)
+            self._watched_from = self._windows
+            self._outcome.clipped.zero_()
             self._news.send(self._outcome.numbers(), self._windows)
         self._news.receive()
-        norm, skipped = self._news.values or (math.nan, math.nan)
+        norm, skipped, clipped = self._news.values or (math.nan, math.nan, math.nan)
         result = {"window": self._news.window, "norm": norm, "skipped": skipped}
+        watched = self._news.window - self._watched_from
+        if watched > 0:
+            if self._options["max_value"] is None:
+                result["clip_share"] = clipped / watched
+            result["bytes_moved"] = self._traffic.bytes
         if self._noise is not None:
             value = self._noise.value
             result["noise_scale"] = value
@@ -881,6 +904,7 @@ class FusedAccumulator(Optimizer):
         if prepared is None or pending.selects_nothing(window.total):
             self._rule.cancel()
             outcome.nothing()
+            self._traffic.nothing()
             self._end_window()
             return
         backend, finished = prepared.backend, prepared.finished
@@ -895,6 +919,9 @@ class FusedAccumulator(Optimizer):
             slots = finished.selection.slots
             norms = observe.parameter_norms(finished.grads, weight, norm_type, slots, self._roster.sharding)
             self._parameter_norms = {slot.param: norm for slot, norm in zip(slots, norms, strict=True)}
+        if self._news is not None:
+            facts = (self._micro_step, options["take"], norm_type, self._rule.moved)
+            self._traffic.window(window, finished, *facts)
         outcome.decide(backend, window, divisor, norm_type, skip_nonfinite, prepared.counters, found)
         # A total weight of 0 skips as well, and is no error; on a device it was not known before.
         if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
@@ -905,6 +932,8 @@ class FusedAccumulator(Optimizer):
                 "parameters and optimizer state are unchanged and the window is still open. Look for the "
                 "cause, then discard() the window, or use nonfinite='skip'"
             )
+        if self._news is not None:
+            outcome.count_clipped()
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
             self._rule.cancel()

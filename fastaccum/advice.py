@@ -56,6 +56,10 @@ class Advice:
             level, frame = level + 1, frame.f_back
         warnings.warn(_TEXTS[key].format(**values), UserWarning, stacklevel=level)
 
+    def withhold(self, key: str) -> None:
+        """Never warns of this."""
+        self._given.add(key)
+
     def look_at(self, arrivals: Arrivals, steps: int) -> None:
         """Looks whether the pending micro-batch seems to be a whole window: the loop counts by itself."""
         if steps == 1 or "own count" in self._given:

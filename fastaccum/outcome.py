@@ -25,6 +25,7 @@ class Outcome:
         factor: float64 ``[n_norm_groups]``: what the window's sum is multiplied by.
         skip: int32 0-d: the update must not happen.
         skipped: int64 0-d: updates skipped for a gradient that was not finite.
+        clipped: int64 0-d: updates that a limit has scaled down, among those of :meth:`count_clipped`.
         found_inf: float32 0-d: GradScaler's, summed over the window; 1 after a window that was not finite.
         told: it was told something in this window.
         decided: :meth:`decide` has run in this window.
@@ -35,6 +36,7 @@ class Outcome:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.skip = torch.zeros((), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.clipped = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.told = self.decided = False
         # Known to the host, so they travel by value: a fill on a GPU would be a launch each.
@@ -59,6 +61,7 @@ class Outcome:
         new = Outcome(device)
         new.norm.copy_(self.norm)
         new.skipped.copy_(self.skipped)
+        new.clipped.copy_(self.clipped)
         return new
 
     def lay_out(
@@ -90,12 +93,20 @@ class Outcome:
         self.found_inf.add_(found_inf.view(()))
 
     def numbers(self) -> Tensor:
-        """Norm and number of skipped updates, float64 ``[2]``, always in the same memory."""
+        """Norm, number of skipped and of clipped updates, float64 ``[3]``, always in the same memory."""
         if self._numbers is None:
-            self._numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+            self._numbers = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._numbers[0].copy_(self.norm)
         self._numbers[1].copy_(self.skipped)
+        self._numbers[2].copy_(self.clipped)
         return self._numbers
+
+    def count_clipped(self) -> None:
+        """Counts the window just decided if a limit scales its update down; the host reads nothing."""
+        limits = [(i, limit) for i, limit in enumerate(self._limits_key) if limit < math.inf]
+        if limits:
+            over = torch.stack([self.group_norms[i] + 1e-6 > limit for i, limit in limits]).any()
+            self.clipped.add_(over & (self.skip == 0))
 
     def forget(self) -> None:
         """The window is over."""

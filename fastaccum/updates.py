@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastaccum import ops
 from fastaccum.slots import Slot
+from fastaccum.traffic import size
 from fastaccum.window import NOTHING, Finished
 
 DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV = 1, 2, 4, 8
@@ -160,6 +161,8 @@ class FusedRule:
         self._seen: list[tuple[list[Tensor], list[int]]] = []
         self._selected = NOTHING.selection
         self._ready = _NOTHING_READY
+        self._moved = 0
+        self._moved_key: tuple[Any, ...] = ()
         self._made: list[Tensor] = []  # parameters whose state prepare() has made
 
     # What a concrete rule says.
@@ -290,6 +293,16 @@ class FusedRule:
 
     def before_saving(self) -> None:
         """Brings the inner optimizer's state into the form that stock PyTorch would save."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the prepared update moves besides the window's sum."""
+        ready = self._ready
+        key = (self._selected, len(ready.states), len(ready.copies))
+        if key != self._moved_key:
+            self._moved = 2 * size(ready.targets) + size(ready.copies) + 2 * sum(map(size, ready.states))
+            self._moved_key = key
+        return self._moved
 
     def cancel(self) -> None:
         """The window is skipped after all: state that was made for it goes again."""
@@ -507,6 +520,11 @@ class GenericRule:
 
     def before_saving(self) -> None:
         """The inner optimizer's state is its own."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes of the gradients that are written; what the optimizer's own step moves is not known."""
+        return sum(s.data.numel() * s.param.element_size() for s in self._ready[0].selection.slots)
 
     def cancel(self) -> None:
         """The window is skipped after all."""

@@ -26,7 +26,10 @@ def test_stats_and_log():
     optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 2)
     assert optimizer.stats() == {"window": 0, "norm": 0.0, "skipped": 0.0}
     feed(optimizer, p, [3.0, 0.0], [3.0, 8.0])
-    assert optimizer.stats() == {"window": 1, "norm": 5.0, "skipped": 0.0}
+    moved = 2 * 4 * (3 + 3)  # two gradients read, the sum written; it is read, p read and written
+    assert optimizer.stats() == {
+        "window": 1, "norm": 5.0, "skipped": 0.0, "clip_share": 0.0, "bytes_moved": moved
+    }  # fmt: skip
     with pytest.warns(UserWarning, match="an update was skipped: .*holds inf or NaN"):
         feed(optimizer, p, [3.0, 0.0], [math.nan, 8.0])
     stats = optimizer.stats()
@@ -39,7 +42,82 @@ def test_stats_and_log():
 
     optimizer.log(Writer())
     optimizer.log(Writer(), step=70, prefix="")
-    assert written == [("fastaccum/norm", 2), ("fastaccum/skipped", 2), ("norm", 70), ("skipped", 70)]
+    names = ["norm", "skipped", "clip_share", "bytes_moved"]
+    assert written == [*((f"fastaccum/{name}", 2) for name in names), *((name, 70) for name in names)]
+
+
+def test_clip_share_counts_updates_that_a_limit_scaled_down():
+    p, q = parameter([0.0]), parameter([0.0])
+    groups = [{"params": [p]}, {"params": [q], "max_norm": 10.0}]
+    optimizer = FusedAccumulator(torch.optim.SGD(groups, lr=0.1), 1, max_norm=2.0)
+
+    def window(a, b):
+        p.grad, q.grad = torch.tensor([a]), torch.tensor([b])
+        optimizer.step()
+
+    window(3.0, 0.0)  # before anybody looks
+    optimizer.stats()
+    for a, b, share in ((2.5, 1.0, 1 / 1), (1.5, 9.0, 1 / 2), (1.5, 11.0, 2 / 3), (3.0, 30.0, 3 / 4)):
+        window(a, b)
+        assert optimizer.stats()["clip_share"] == pytest.approx(share)
+    with pytest.warns(UserWarning, match="skipped"):
+        window(math.inf, 0.0)  # not applied, so not clipped
+    assert optimizer.stats()["clip_share"] == pytest.approx(3 / 5)
+    optimizer.step()  # holds nothing; its norm is the last one's no more
+    assert optimizer.stats()["clip_share"] == pytest.approx(3 / 6)
+    by_value = FusedAccumulator(torch.optim.SGD([parameter([0.0])], lr=0.1), 1, max_value=1.0)
+    by_value.stats()
+    feed(by_value, by_value.param_groups[0]["params"][0], [3.0])
+    assert "clip_share" not in by_value.stats()
+
+
+def traffic(kind, dtype, steps, options=None, **kwargs):
+    """Bytes per element of the second window."""
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
+    optimizer = FusedAccumulator(kind([p], lr=0.1, **(options or {})), steps, **kwargs)
+    optimizer.stats()
+    for _ in range(2 * steps):
+        (p * 1.0).sum().backward()
+        optimizer.step()
+    return optimizer.stats()["bytes_moved"] / p.numel()
+
+
+# The costs that the design states: 12 (K - 1) + 28 for AdamW in float32, 32 at K = 1; with bfloat16 gradients
+# the second micro-batch takes 8, a later one 10.
+SGD, ADAMW, FLOAT, SIXTEEN = torch.optim.SGD, torch.optim.AdamW, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_bytes_moved_are_those_of_the_cost_table(steps):
+    adds = {1: 0, 2: 12, 4: 36}[steps]
+    norm = 4 if steps == 1 else 0
+    assert traffic(ADAMW, FLOAT, steps) == adds + norm + 28
+    assert traffic(ADAMW, FLOAT, steps, {"amsgrad": True}) == adds + norm + 36
+    assert traffic(SGD, FLOAT, steps, {"momentum": 0.9}) == adds + norm + 20
+    assert traffic(SGD, FLOAT, steps) == adds + norm + 12
+    # p and two moments of 2 bytes; the sum is a bfloat16 gradient itself at K = 1
+    wide = 2 if steps == 1 else 4
+    adds = {1: 2, 2: 8, 4: 8 + 2 * 10}[steps]
+    assert traffic(ADAMW, SIXTEEN, steps) == adds + wide + 12
+    # p written, a master and two moments in float32 read and written
+    assert traffic(ADAMW, SIXTEEN, steps, master_weights=True) == adds + wide + 2 + 24
+
+
+def test_bytes_moved_elsewhere():
+    # A copy of the first micro-batch; later ones; the norm is a pass, as the adds are over by then.
+    assert traffic(ADAMW, FLOAT, 3, take="backward") == 8 + 2 * 12 + 4 + 28
+    assert traffic(ADAMW, FLOAT, 2, norm_type=3.0) == 12 + 2 * 4 + 28
+    # Any other optimizer: up to the gradient that it is given.
+    assert traffic(torch.optim.RMSprop, FLOAT, 2) == 12 + 4 + 4
+    p = parameter([0.0, 0.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 3)
+    optimizer.stats()
+    feed(optimizer, p, [1.0, 1.0], [1.0, 1.0])
+    optimizer.flush()  # its norm is a pass of its own
+    assert optimizer.stats()["bytes_moved"] == 2 * (12 + 4 + 12)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.stats()["bytes_moved"] == 0
 
 
 def test_the_warning_of_skips_comes_once(recwarn):

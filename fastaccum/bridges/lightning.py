@@ -1,0 +1,109 @@
+"""Lightning: a callback that makes the windows of the Trainer's ``accumulate_grad_batches`` fused.
+
+Lightning counts, divides every loss by ``accumulate_grad_batches``, ends windows (at the end of an epoch
+too), steps schedulers and ``global_step`` once per update and keeps DDP from reducing in between. The
+callback puts a FusedAccumulator around the optimizer of ``configure_optimizers()`` for the time of ``fit()``,
+and lets every micro-batch but the window's last join the window when its batch is over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastaccum import arguments
+from fastaccum.accumulator import FusedAccumulator
+from fastaccum.bridges import missing
+from fastaccum.bridges.driven import DrivenAccumulator, check_options
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise missing("lightning", "lightning", error) from error
+
+
+class FusedWindows(Callback):
+    """``Trainer(accumulate_grad_batches=4, callbacks=[FusedWindows(max_norm=1.0)])``.
+
+    For automatic optimization.
+
+    Attributes:
+        accumulator: the wrapper while ``fit()`` runs, for ``stats()``, ``log(writer)``, ``grad(param)``; else
+            None.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        reduction: str = "sum",
+        accumulator_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Makes the callback.
+
+        Args:
+            max_norm: clip every window to this norm; in place of ``gradient_clip_val``, which is refused.
+            reduction: ``"sum"``: the numbers are Lightning's, which divides by ``accumulate_grad_batches`` in
+                a short last window too. ``"mean"``: the mean over the micro-batches that there were.
+            accumulator_options: more arguments for FusedAccumulator.
+
+        Raises:
+            TypeError, ValueError: an option that cannot be used; the message says why.
+        """
+        options = check_options(
+            accumulator_options, "accumulator_options", max_norm="it is an argument of FusedWindows"
+        )
+        options["max_norm"] = arguments.max_norm(max_norm)
+        options["reduction"] = arguments.choice(reduction, "reduction", arguments.REDUCTIONS)
+        self._options = options
+        self.accumulator: DrivenAccumulator | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wraps the optimizer, before a checkpoint's state is loaded into it.
+
+        Raises:
+            ValueError, NotImplementedError: what ``fit()`` is about to do does not go with it.
+        """
+        _check(trainer, pl_module)
+        self.accumulator = None
+        self.accumulator = DrivenAccumulator(trainer.optimizers[0], **self._options)
+        trainer.optimizers = [self.accumulator]
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Follows ``accumulate_grad_batches``, which another callback may change."""
+        if self._options["reduction"] == "mean":
+            self.accumulator.divided_by = trainer.accumulate_grad_batches
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """The micro-batch joins the window, if the optimizer has not stepped."""
+        if self.accumulator.pending:
+            self.accumulator.add(trainer.scaler)
+            if trainer.scaler is not None:
+                trainer.scaler.update()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the plain optimizer behind."""
+        if self.accumulator is not None and trainer.optimizers == [self.accumulator]:
+            trainer.optimizers = [self.accumulator.optimizer]
+        self.accumulator = None
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            "FusedWindows needs automatic optimization: with automatic_optimization=False make a "
+            "FusedAccumulator in configure_optimizers() and call its step() after every manual_backward()"
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} would clip the window's last micro-batch only: "
+            f"leave it out of the Trainer and use FusedWindows(max_norm={trainer.gradient_clip_val})"
+        )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise NotImplementedError(
+            f"FusedWindows works on one device and with DDP, not with {type(trainer.strategy).__name__}"
+        )
+    if isinstance(trainer.optimizers[0], FusedAccumulator):
+        raise ValueError(
+            "configure_optimizers() returned a FusedAccumulator, and Lightning counts micro-batches itself: "
+            "return the optimizer inside it, and give its options to FusedWindows"
+        )
