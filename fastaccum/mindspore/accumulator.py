@@ -251,7 +251,8 @@ class FusedAccumulator(nn.Cell):
         finished = self._end(self._control, self._hyper)
         self.stepped = not self.outcome.number(operators.SKIP)
         if self.stepped:
-            self.optimizer(finished)
+            # As variables: a plain tuple is a constant, for which the optimizer would be compiled every time.
+            self.optimizer(mindspore.mutable(finished))
         self.sum.clear()
 
     # ------------------------------------------------------------------------------------- what it was like
