@@ -1,16 +1,14 @@
 """MindSpore: accumulate, clip, update and clear by its own operators, and by fastaccum's.
 
-Run ``python -m benchmarks.mindspore_bench [--quick] [--json FILE] [--only NAME]`` with a Python that has MindSpore
-(`make bench-mindspore`). Providers take turns round by round on the same gradients; their results are compared
-before anything is timed.
+Run ``python -m benchmarks.mindspore_bench [--quick] [--json FILE] [--only NAME]`` with a Python that has
+MindSpore (`make bench-mindspore`). Providers take turns round by round on the same gradients; their results
+are compared before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -180,7 +178,7 @@ PROVIDERS = {"fastaccum": Fused, "compiled operators": Compiled, "eager operator
 
 
 def finish(provider: Operators | Fused) -> None:
-    """Waits until everything that was launched has run: what reads the last result comes last in the queue."""
+    """Waits until everything that was launched has run: reading the last result comes last in the queue."""
     provider.last().asnumpy()
 
 
@@ -263,7 +261,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     chosen = [case for case in CASES if case.quick == options.quick and options.only in case.name]
     if not chosen:
-        print(f"no case has {options.only!r} in its name; there are {[c.name for c in CASES]}", file=sys.stderr)
+        print(
+            f"no case has {options.only!r} in its name; there are {[c.name for c in CASES]}", file=sys.stderr
+        )
         return 2
     records = []
     print(f"{'case':<28}{'provider':<22}{'accumulate':>12}{'window end':>12}{'both':>12}   times faster")
@@ -271,7 +271,9 @@ def main(argv: list[str] | None = None) -> int:
         record = run(case)
         records.append(record)
         for name, metrics in record["providers"].items():
-            cells = "".join(f"{1e3 * metrics[m]['median']:>9.2f} ms" for m in ("accumulate", "window end", "both"))
+            cells = "".join(
+                f"{1e3 * metrics[m]['median']:>9.2f} ms" for m in ("accumulate", "window end", "both")
+            )
             ratio = record["against"].get(name, {}).get("both")
             shown = f"{ratio['value']:.2f} ± {ratio['spread']:.2f}" if ratio else ""
             print(f"{case.name:<28}{name:<22}{cells}   {shown}", flush=True)

@@ -180,8 +180,8 @@ void accumulate(Call& call) {
   std::vector<cpu::GatherSegment> rows(grads.size());
   for (std::int64_t k = 0; k < layout.n; ++k)
     rows[k] = {layout.at(k), nullptr, grads[k].pointer, DType::kFloat32, grads[k].dtype, present[k] != 0};
-  cpu::gather({buffer.pointer, buffer.dtype, rows.data(), layout.n, layout.n_chunks, weight[kFactorOf], 1.0, partials,
-               partials + layout.n_chunks, kGlobal2Norm},
+  cpu::gather({buffer.pointer, buffer.dtype, rows.data(), layout.n, layout.n_chunks, weight[kFactorOf], 1.0,
+               partials, partials + layout.n_chunks, kGlobal2Norm},
               cpu::kPool);
   std::memset(present, 1, static_cast<std::size_t>(layout.n));
   window[kMicroBatches] += 1.0;
@@ -302,7 +302,8 @@ void adam(Call& call) {
   if (lists != 3 && lists != 4) throw Refusal("Adam takes three lists of tensors, with amsgrad four");
   std::vector<std::vector<Data>> tensors;
   for (const char* name : {"params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"})
-    if (static_cast<std::int64_t>(tensors.size()) < lists) tensors.push_back(list_of(call, update.layout, name));
+    if (static_cast<std::int64_t>(tensors.size()) < lists)
+      tensors.push_back(list_of(call, update.layout, name));
   float* done = call.table<float>("done", 1);
   nothing_left(call);
   std::vector<cpu::UpdateSegment> rows(static_cast<std::size_t>(update.layout.n));
@@ -315,7 +316,8 @@ void adam(Call& call) {
       rows[k].state_dtypes[j - 1] = tensors[j][k].dtype;
     }
   }
-  if (update.outcome[kSkip] == 0.0) cpu::adam({rows.data(), update.layout.n, update.layout.n_chunks}, cpu::kPool);
+  if (update.outcome[kSkip] == 0.0)
+    cpu::adam({rows.data(), update.layout.n, update.layout.n_chunks}, cpu::kPool);
   *done = 1.0f;
 }
 
@@ -337,7 +339,8 @@ bool is_first(const Data& stat) {
 void sgd(Call& call) {
   const Update update(call);
   const std::int64_t lists = update.lists(call);
-  if (lists != 2 && lists != 3) throw Refusal("SGD takes two lists of tensors, or three with first-step marks");
+  if (lists != 2 && lists != 3)
+    throw Refusal("SGD takes two lists of tensors, or three with first-step marks");
   const std::vector<Data> params = list_of(call, update.layout, "params");
   const std::vector<Data> buffers = list_of(call, update.layout, "momentum_buffers");
   std::vector<Data> marks;
@@ -407,11 +410,11 @@ int guarded(const char* name, void (*run)(Call&), Call call) {
 }  // namespace
 }  // namespace fastaccum::mindspore
 
-#define FASTACCUM_OPERATOR(name)                                                                           \
-  extern "C" FASTACCUM_API int fastaccum_##name(int nparam, void** params, int* ndims,                     \
+#define FASTACCUM_OPERATOR(name)                                                                            \
+  extern "C" FASTACCUM_API int fastaccum_##name(int nparam, void** params, int* ndims,                      \
                                                 std::int64_t** shapes, const char** dtypes, void*, void*) { \
-    namespace ms = fastaccum::mindspore;                                                                   \
-    return ms::guarded(#name, &ms::name, ms::Call(nparam, params, ndims, shapes, dtypes));                 \
+    namespace ms = fastaccum::mindspore;                                                                    \
+    return ms::guarded(#name, &ms::name, ms::Call(nparam, params, ndims, shapes, dtypes));                  \
   }
 
 FASTACCUM_OPERATOR(accumulate)

@@ -1,6 +1,6 @@
 """Checks of user arguments: what was expected, what came, which argument, what to do.
 
-Those that know no tensors serve ``fastaccum.mindspore`` too, so torch is imported only where one is looked at.
+Those that know no tensors serve ``fastaccum.mindspore`` too, so torch is imported where one is looked at.
 """
 
 from __future__ import annotations

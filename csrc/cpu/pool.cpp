@@ -113,8 +113,7 @@ int pool_threads() {
   return threads;
 }
 
-const ParallelFor kPool{[](std::int64_t count, void (*body)(std::int64_t, std::int64_t, void*), void* context) {
-  Pool::instance().load()->run(count, body, context);
-}};
+const ParallelFor kPool{[](std::int64_t count, void (*body)(std::int64_t, std::int64_t, void*),
+                           void* context) { Pool::instance().load()->run(count, body, context); }};
 
 }  // namespace fastaccum::cpu

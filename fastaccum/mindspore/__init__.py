@@ -1,7 +1,8 @@
 """Gradient accumulation for MindSpore on the same native core; never imports torch.
 
 Install it as ``pip install 'fastaccum[mindspore]'``, or without torch: the wheel with
-``pip install --no-deps``, then ``mindspore`` and ``numpy<2``. It runs on the CPU, in PyNative and in graph mode.
+``pip install --no-deps``, then ``mindspore`` and ``numpy<2``. It runs on the CPU, in PyNative and in graph
+mode.
 """
 
 from __future__ import annotations

@@ -33,12 +33,13 @@ def _weight(value: Any, argument: str) -> float:
 class FusedAccumulator(nn.Cell):
     """Gradient accumulation around an optimizer of MindSpore, on the CPU.
 
-    Hand it each micro-batch's gradients; it updates on every ``accumulation_steps``-th. The window's gradient is
-    the sum of ``w_i g_i`` over the sum of ``w_i``, with ``w_i = 1`` unless weights are given, so a short last
-    window is right too. Its global 2-norm is summed in float64 and clipped after the division, by
+    Hand it each micro-batch's gradients; it updates on every ``accumulation_steps``-th. The window's gradient
+    is the sum of ``w_i g_i`` over the sum of ``w_i``, with ``w_i = 1`` unless weights are given, so a short
+    last window is right too. Its global 2-norm is summed in float64 and clipped after the division, by
     ``min(1, max_norm / (norm + 1e-6))``. Gradients of 16-bit parameters are summed in float32::
 
-        optimizer = FusedAccumulator(nn.Adam(net.trainable_params(), 1e-3), accumulation_steps=4, max_norm=1.0)
+        adam = nn.Adam(net.trainable_params(), 1e-3)
+        optimizer = FusedAccumulator(adam, accumulation_steps=4, max_norm=1.0)
         gradients = mindspore.value_and_grad(forward, None, optimizer.parameters)
         for inputs, labels in dataset:
             loss, grads = gradients(inputs, labels)
@@ -46,9 +47,9 @@ class FusedAccumulator(nn.Cell):
         optimizer.flush()
 
     ``nn.SGD``, ``nn.Momentum``, ``nn.Adam``, ``nn.AdamWeightDecay`` and ``SGD``, ``Adam``, ``AdamW`` of
-    ``mindspore.experimental.optim`` run in the fused update, with their own state; any other optimizer is called
-    with the finished gradient. It is a Cell: a checkpoint of it holds the optimizer, the parameters and an open
-    window. Methods are called from Python, not from inside a graph; what they run is compiled.
+    ``mindspore.experimental.optim`` run in the fused update, with their own state; any other optimizer is
+    called with the finished gradient. It is a Cell: a checkpoint of it holds the optimizer, the parameters
+    and an open window. Methods are called from Python, not from inside a graph; what they run is compiled.
 
     Args:
         optimizer: a ``mindspore.nn.Optimizer`` with ``loss_scale=1.0``, or one of
@@ -135,8 +136,8 @@ class FusedAccumulator(nn.Cell):
             count: the loss is a sum over so many items.
 
         Raises:
-            TypeError, ValueError: an argument cannot be used, or this window's other micro-batches have weights
-                and this one has not (or the reverse); nothing has changed.
+            TypeError, ValueError: an argument cannot be used, or this window's other micro-batches have
+                weights and this one has not (or the reverse); nothing has changed.
             RuntimeError: ``nonfinite="error"`` and the window is not finite.
         """
         self.sum.check(gradients)
@@ -150,7 +151,8 @@ class FusedAccumulator(nn.Cell):
     def construct(self, gradients: Sequence[Tensor]) -> None:
         """Refuses: a window is opened and closed by Python, not by a graph."""
         raise RuntimeError(
-            "a FusedAccumulator is called from Python; inside a graph use accumulator.sum.add(weight, *gradients)"
+            "a FusedAccumulator is called from Python; inside a graph use "
+            "accumulator.sum.add(weight, *gradients)"
         )
 
     def weight_of(self, weight: float | None, count: float | None) -> Tensor:
@@ -161,8 +163,8 @@ class FusedAccumulator(nn.Cell):
         """
         if not rules.same_parameters(self.optimizer, tuple(self.parameters)):
             raise ValueError(
-                "the optimizer's list of parameters has changed since it was wrapped: wrap it again after the "
-                "last group was added"
+                "the optimizer's list of parameters has changed since it was wrapped: wrap it again after "
+                "the last group was added"
             )
         if weight is not None and count is not None:
             raise ValueError("give weight (the loss is a mean) or count (it is a sum), not both")
@@ -171,7 +173,11 @@ class FusedAccumulator(nn.Cell):
         if held[operators.MICRO_BATCHES] and bool(held[operators.WEIGHTED]) != given:
             raise ValueError(
                 "a window is weighted throughout or not at all: this micro-batch "
-                + ("has a weight, the earlier ones have none" if given else "has no weight, the earlier ones have")
+                + (
+                    "has a weight, the earlier ones have none"
+                    if given
+                    else "has no weight, the earlier ones have"
+                )
             )
         if count is not None:
             return Tensor(np.array([1.0, _weight(count, "count"), 1.0]))
@@ -197,8 +203,8 @@ class FusedAccumulator(nn.Cell):
         wanted = arguments.accumulation_steps(value)
         if self.micro_step:
             raise RuntimeError(
-                f"accumulation_steps cannot change while a window holds {self.micro_step} micro-batches: call "
-                "flush() or discard() first"
+                f"accumulation_steps cannot change while a window holds {self.micro_step} micro-batches: "
+                "call flush() or discard() first"
             )
         self._steps_wanted = wanted
 
@@ -273,12 +279,11 @@ class FusedAccumulator(nn.Cell):
         Raises:
             ValueError: the optimizer does not hold this parameter.
         """
-        for i, mine in enumerate(self.parameters):
-            if mine is parameter:
-                break
-        else:
-            raise ValueError(f"the optimizer holds no such parameter: {getattr(parameter, 'name', parameter)}")
-        total = self.sum.sum_of(i)
+        places = [i for i, mine in enumerate(self.parameters) if mine is parameter]
+        if not places:
+            name = getattr(parameter, "name", parameter)
+            raise ValueError(f"the optimizer holds no such parameter: {name}")
+        total = self.sum.sum_of(places[0])
         if total is None:
             return None
         control = self._control.asnumpy()

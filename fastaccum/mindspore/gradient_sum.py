@@ -28,8 +28,8 @@ def words(dtype: Any) -> str:
 class GradientSum(nn.Cell):
     """Gradients summed over the micro-batches of a window, in float32 (float64 for float64 parameters).
 
-    Everything that it knows is in its parameters, so that checkpoints hold an open window and graphs change it
-    in place. ``add`` and ``clear`` are compiled functions; inside another graph they become part of it.
+    Everything that it knows is in its parameters, so that checkpoints hold an open window and graphs change
+    it in place. ``add`` and ``clear`` are compiled functions; inside another graph they become part of it.
 
     Args:
         parameters: the ``mindspore.Parameter`` objects whose gradients are summed, in this order.
@@ -87,13 +87,15 @@ class GradientSum(nn.Cell):
             raise TypeError(f"gradients must be a tuple of Tensors, got {type(gradients).__name__}")
         if len(gradients) != len(self.shapes):
             raise ValueError(
-                f"gradients must hold one Tensor for each of the {len(self.shapes)} parameters of the optimizer, "
-                f"got {len(gradients)}: take them with value_and_grad(..., weights=optimizer.parameters)"
+                f"gradients must hold one Tensor for each of the {len(self.shapes)} parameters of the "
+                f"optimizer, got {len(gradients)}: take them with value_and_grad(..., "
+                "weights=optimizer.parameters)"
             )
         for i, (gradient, shape) in enumerate(zip(gradients, self.shapes, strict=True)):
             if not isinstance(gradient, Tensor):
                 raise TypeError(
-                    f"gradients[{i}] (of {self.names[i]}) must be a dense Tensor, got {type(gradient).__name__}"
+                    f"gradients[{i}] (of {self.names[i]}) must be a dense Tensor, got "
+                    f"{type(gradient).__name__}"
                 )
             if gradient.dtype not in FLOATS:
                 raise TypeError(
@@ -102,7 +104,8 @@ class GradientSum(nn.Cell):
                 )
             if tuple(gradient.shape) != shape:
                 raise ValueError(
-                    f"gradients[{i}] (of {self.names[i]}) must have shape {shape}, got {tuple(gradient.shape)}"
+                    f"gradients[{i}] (of {self.names[i]}) must have shape {shape}, got "
+                    f"{tuple(gradient.shape)}"
                 )
 
     @mindspore.jit

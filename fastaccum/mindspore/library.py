@@ -19,14 +19,15 @@ def path() -> str:
     """
     found = FOLDER / NAME
     advice = (
-        "install fastaccum on Linux where a C++ compiler is found: pip install 'fastaccum[mindspore]' (without "
-        "torch: its wheel with pip install --no-deps, then mindspore and 'numpy<2')"
+        "install fastaccum on Linux where a C++ compiler is found: pip install 'fastaccum[mindspore]' "
+        "(without torch: its wheel with pip install --no-deps, then mindspore and 'numpy<2')"
     )
     if not found.is_file():
         note = FOLDER / "_build_note.txt"
         reason = note.read_text().strip() if note.is_file() else "no reason is known"
         raise ImportError(
-            f"fastaccum.mindspore needs its native library {NAME}, which is not in {FOLDER} ({reason}): {advice}"
+            f"fastaccum.mindspore needs its native library {NAME}, which is not in {FOLDER} ({reason}): "
+            f"{advice}"
         )
     try:
         ctypes.CDLL(str(found))

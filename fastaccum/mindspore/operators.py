@@ -3,9 +3,10 @@
 Each is a ``mindspore.ops.Custom`` primitive compiled ahead of time, for direct use in PyNative mode and in
 graphs. Those that change parameters in place are marked so, which keeps their order in a graph. Words: a
 *segment* is one parameter's place in the flat buffer (:mod:`fastaccum.layout`); there are ``n`` of them and
-``c`` chunks. Tables are tensors of exactly the dtype given here; lists of ``n`` tensors hold float32, bfloat16,
-float16 or float64 in any mixture. An operator that refuses its arguments changes nothing; MindSpore raises
-``RuntimeError`` then, and :func:`fastaccum.mindspore.library.last_refusal` and the error output tell why.
+``c`` chunks. Tables are tensors of exactly the dtype given here; lists of ``n`` tensors hold float32,
+bfloat16, float16 or float64 in any mixture. An operator that refuses its arguments changes nothing; MindSpore
+raises ``RuntimeError`` then, and :func:`fastaccum.mindspore.library.last_refusal` and the error output tell
+why.
 
 ``accumulate(segments, weight, window, present, partials, buffer, *gradients)``
     adds a micro-batch, and sums the squares of the result chunk by chunk.

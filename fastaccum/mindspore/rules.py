@@ -2,8 +2,8 @@
 
 The optimizer stays the owner of its state and options: its parameters are updated in place, and its options
 are read again for every window. MindSpore's own forms of a rule are kept where they differ from other
-frameworks': ``nn.Adam`` and ``experimental.optim.Adam`` add eps before the bias correction, ``nn.AdamWeightDecay``
-has no bias correction.
+frameworks': ``nn.Adam`` and ``experimental.optim.Adam`` add eps before the bias correction,
+``nn.AdamWeightDecay`` has no bias correction.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class AdamRule(_NnRule):
     def updated(self) -> None:
         """The powers of the betas, which the optimizer keeps as parameters."""
         optimizer, step = self.optimizer, int(self.step.asnumpy().reshape(()))
-        for power, beta in ((optimizer.beta1_power, optimizer.beta1), (optimizer.beta2_power, optimizer.beta2)):
+        for power, beta in (
+            (optimizer.beta1_power, optimizer.beta1),
+            (optimizer.beta2_power, optimizer.beta2),
+        ):
             power.set_data(Tensor(np.float32(number(beta) ** step)))
 
 
@@ -214,7 +217,7 @@ def _is_plain(optimizer: nn.Cell) -> bool:
     """Whether no option asks for what the core does not do, or for what MindSpore itself does not follow.
 
     On the CPU MindSpore 2.10 takes ``use_nesterov`` of ``nn.Momentum`` and ``amsgrad`` of
-    ``experimental.optim.Adam``, and does not follow them. What the optimizer does is then what users get here.
+    ``experimental.optim.Adam``, and does not follow them. What the optimizer does is what users get here.
     """
     if isinstance(optimizer, nn.Optimizer) and any(getattr(optimizer, "group_grad_centralization", ())):
         return False

@@ -17,8 +17,8 @@ class TrainStep(nn.Cell):
     Args:
         network: a cell (or a function) of the inputs that returns the loss, a 0-d Tensor; e.g.
             ``nn.WithLossCell(net, loss_fn)``.
-        accumulator: wraps the optimizer of its parameters. If it has a ``loss_scale``, the loss is multiplied by
-            it for the backward pass.
+        accumulator: wraps the optimizer of its parameters. If it has a ``loss_scale``, the loss is multiplied
+            by it for the backward pass.
 
     Raises:
         TypeError: an argument is something else.
@@ -28,7 +28,8 @@ class TrainStep(nn.Cell):
         super().__init__(auto_prefix=False)
         if not isinstance(accumulator, FusedAccumulator):
             raise TypeError(
-                f"accumulator must be a FusedAccumulator, got {type(accumulator).__name__}: wrap the optimizer in one"
+                f"accumulator must be a FusedAccumulator, got {type(accumulator).__name__}: wrap the "
+                "optimizer in one"
             )
         if not callable(network):
             raise TypeError(f"network must be a cell or a function, got {type(network).__name__}")
@@ -52,7 +53,8 @@ class TrainStep(nn.Cell):
 
         Args:
             *inputs: of the network.
-            weight, count: see :meth:`FusedAccumulator.step`.
+            weight: the loss is a mean over so many items.
+            count: the loss is a sum over so many items.
 
         Returns:
             the loss.
