@@ -254,7 +254,7 @@ class FusedAccumulator(nn.Cell):
         self.updated = True
 
     def _call_optimizer(self) -> None:
-        finished = self._end(self._control, self._hyper)
+        finished = self._end.of_window(self._control, self._hyper)
         self.stepped = not self.outcome.number(operators.SKIP)
         if self.stepped:
             # As variables: a plain tuple is a constant, for which the optimizer would be compiled every time.

@@ -88,7 +88,10 @@ def sgd() -> ops.Custom:
 
 
 def finished(shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> ops.Custom:
-    """The operator of that name, for gradients of these shapes and MindSpore dtypes."""
+    """The operator of that name, for gradients of these shapes and MindSpore dtypes.
+
+    A shape must have a dimension: MindSpore aborts the process where an output of several is 0-d.
+    """
     operator = ops.Custom(
         f"{library.path()}:fastaccum_finished",
         tuple(tuple(shape) for shape in shapes),

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
 from fastaccum.mindspore import operators
@@ -114,7 +114,8 @@ class AdamRule(_NnRule):
             (optimizer.beta1_power, optimizer.beta1),
             (optimizer.beta2_power, optimizer.beta2),
         ):
-            power.set_data(Tensor(np.float32(number(beta) ** step)))
+            # set_data() would not reach what is compiled already.
+            ops.assign(power, Tensor(np.float32(number(beta) ** step)))
 
 
 class AdamWeightDecayRule(_NnRule):

@@ -71,7 +71,9 @@ class FinishedGradients(nn.Cell):
         self.decided = outcome
         self.step = named(np.zeros(1, np.int32), "step")
         self._finish = operators.finish()
-        self._finished = operators.finished(gradients.shapes, [p.dtype for p in parameters])
+        shapes = [shape or (1,) for shape in gradients.shapes]
+        self.scalars = [i for i, shape in enumerate(gradients.shapes) if not shape]
+        self._finished = operators.finished(shapes, [p.dtype for p in parameters])
 
     @mindspore.jit
     def construct(self, control: Tensor, hyper: Tensor) -> tuple[Tensor, ...]:
@@ -81,3 +83,11 @@ class FinishedGradients(nn.Cell):
             control, hyper, window.window, window.partials, decided.outcome, decided.scalars, self.step
         )
         return self._finished(window.segments, decided.outcome, window.buffer)
+
+    def of_window(self, control: Tensor, hyper: Tensor) -> tuple[Tensor, ...]:
+        """The same, in their parameters' shapes."""
+        found = self(control, hyper)
+        found = [found] if isinstance(found, Tensor) else list(found)  # one output does not come in a tuple
+        for i in self.scalars:
+            found[i] = found[i].reshape(())
+        return tuple(found)
