@@ -5,7 +5,10 @@
 #   make test-quick              its quick part, under a minute
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
+#   make test-mindspore [ARGS=...]    fastaccum.mindspore, in an environment of its own without torch
+#   make demo-mindspore [ARGS=--quick]   LeNet-5 in MindSpore, its own accumulation and TrainStep
 #   make bench [ARGS=...]        the benchmarks
+#   make bench-mindspore [ARGS=...]   accumulate, clip and update, by MindSpore's operators and by fastaccum
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
 #   make lint                    ruff and clang-format
@@ -27,7 +30,8 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton bench static-proof gpu-check lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton bench static-proof gpu-check lint sanitize clean \
+  test-mindspore demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -63,6 +67,26 @@ $(TRITON_STAMP): $(STAMP)
 	  open(p.replace('.venv', '$(TRITON_ENV)', 1) + '/base.pth', 'w').write( \
 	  f'import site; site.addsitedir({p!r})\n')"
 	$(PIP) --python $(TRITON_ENV)/bin/python install --no-deps triton==$(TRITON)
+	touch $@
+
+# MindSpore and no torch; the native libraries lie in the source tree. The tests compare with the PyTorch
+# front end, which runs in .venv.
+MINDSPORE_ENV := .venv/mindspore
+MINDSPORE_STAMP := $(MINDSPORE_ENV)/.installed-$(KEY)
+MINDSPORE_PYTHON := GLOG_v=3 $(MINDSPORE_ENV)/bin/python
+test-mindspore: $(MINDSPORE_STAMP)
+	FASTACCUM_TORCH_PYTHON=$(CURDIR)/$(BIN)/python $(MINDSPORE_PYTHON) -m pytest -q -p no:cacheprovider \
+	  --confcutdir=tests/on_mindspore tests/on_mindspore $(ARGS)
+
+demo-mindspore: $(MINDSPORE_STAMP)
+	$(MINDSPORE_PYTHON) -m fastaccum.mindspore.demo $(ARGS)
+
+bench-mindspore: $(MINDSPORE_STAMP)
+	$(MINDSPORE_PYTHON) -m benchmarks.mindspore_bench $(ARGS)
+
+$(MINDSPORE_STAMP): $(STAMP) requirements/mindspore.txt
+	$(BIN)/python -m venv --clear --without-pip $(MINDSPORE_ENV)
+	$(PIP) --python $(MINDSPORE_ENV)/bin/python install -r requirements/mindspore.txt
 	touch $@
 
 bench: $(STAMP)
