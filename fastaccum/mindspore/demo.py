@@ -102,7 +102,7 @@ class Training:
     def __init__(self) -> None:
         self.net = LeNet5()
         self.network = nn.WithLossCell(self.net, nn.CrossEntropyLoss())
-        self.optimizer = nn.Momentum(self.net.trainable_params(), 0.05, 0.9)
+        self.optimizer = nn.Momentum(self.net.trainable_params(), 0.4, 0.9)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 

@@ -9,8 +9,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
+from benchmarks.shapes import gpt2
 from fastaccum.mindspore import FusedAccumulator
-from tests.on_mindspore.setting import arrays, finished, largest_error, parameters, tensors, values
+from tests.on_mindspore.setting import SHAPES, arrays, finished, largest_error, parameters, tensors, values
 
 # Of one update in float32: the rounding of a value that is added to a parameter of size 1.
 FLOOR = 2.0**-24
@@ -97,14 +98,20 @@ def check(fused, stocks, exact, what):
     assert mine <= 2 * theirs + FLOOR, f"{what}: {mine:.2e} against {theirs:.2e}"
 
 
-@pytest.mark.parametrize("name", [*ADAMS, *SGDS])
-def test_two_updates_each_from_the_same_state(name):
+LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (10, 84), (10,))
+CASES = [pytest.param(name, SHAPES, id=name) for name in (*ADAMS, *SGDS)]
+CASES += [pytest.param(name, LENET5 * 4, id=f"{name}, LeNet-5 x4") for name in ("nn.Adam", "nn.SGD momentum")]
+CASES += [pytest.param("optim.AdamW", tuple(gpt2(layers=1, vocab=1000)), id="optim.AdamW, a layer of GPT-2")]
+
+
+@pytest.mark.parametrize("name,shapes", CASES)
+def test_two_updates_each_from_the_same_state(name, shapes):
     make, options = {**ADAMS, **SGDS}[name]
-    mine, theirs = parameters(), parameters()
+    mine, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
     wrapped, alone = make(mine), make(theirs)
     accumulator = FusedAccumulator(wrapped, 2, max_norm=3.0)
     for t in (1, 2):
-        micro = [arrays(10 * t), arrays(10 * t + 1)]
+        micro = [arrays(10 * t, shapes), arrays(10 * t + 1, shapes)]
         gradient, norm = finished(micro, max_norm=3.0)
         before, states = values(alone.parameters), [values(s) for s in state_of(alone)]
         for grads in micro:
