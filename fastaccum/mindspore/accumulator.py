@@ -103,7 +103,7 @@ class FusedAccumulator(nn.Cell):
         self.parameters = ParameterTuple(optimizer.parameters)
         self.sum = GradientSum(self.parameters)
         self._rule = rule
-        self.outcome = Outcome(1 if rule is None else len(self.parameters))
+        self.outcome = Outcome(1 if rule is None else len(self.parameters), self.parameters)
         if rule is None:
             self._end = FinishedGradients(self.sum, self.outcome, self.parameters)
         else:

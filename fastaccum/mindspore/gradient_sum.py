@@ -15,9 +15,12 @@ from fastaccum.mindspore import operators
 FLOATS = (mindspore.float32, mindspore.bfloat16, mindspore.float16, mindspore.float64)
 
 
-def named(value: np.ndarray, name: str) -> Parameter:
-    """A parameter of fastaccum's own; it is saved in checkpoints and never trained."""
-    return Parameter(Tensor(value), name=f"fastaccum_{name}", requires_grad=False)
+def named(value: np.ndarray, name: str, parameters: Sequence[Parameter]) -> Parameter:
+    """A parameter of fastaccum's own; it is saved in checkpoints and never trained.
+
+    It is called after the first of the parameters that it serves, as no two in a graph may have one name.
+    """
+    return Parameter(Tensor(value), name=f"fastaccum.{parameters[0].name}.{name}", requires_grad=False)
 
 
 def words(dtype: Any) -> str:
@@ -70,10 +73,10 @@ class GradientSum(nn.Cell):
         rows = list(zip(self.layout.offsets, self.layout.numels, strict=True))
         self.segments = Tensor(np.array(rows, np.int64))
         dtype = np.float64 if any(wide) else np.float32
-        self.buffer = named(np.zeros(self.layout.numel, dtype), "buffer")
-        self.present = named(np.zeros(len(rows), np.uint8), "present")
-        self.partials = named(np.zeros((2, self.layout.n_chunks)), "partials")
-        self.window = named(np.zeros(operators.WINDOW_COLUMNS), "window")
+        self.buffer = named(np.zeros(self.layout.numel, dtype), "buffer", parameters)
+        self.present = named(np.zeros(len(rows), np.uint8), "present", parameters)
+        self.partials = named(np.zeros((2, self.layout.n_chunks)), "partials", parameters)
+        self.window = named(np.zeros(operators.WINDOW_COLUMNS), "window", parameters)
         self._add = operators.accumulate()
         self._clear = operators.clear()
 

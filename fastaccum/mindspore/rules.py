@@ -48,7 +48,7 @@ class FusedRule:
         self.optimizer = optimizer
         self.operator = operators.adam()
         self.states: list[ParameterTuple] = []
-        self.step = named(np.zeros(1, np.int32), "step")
+        self.step = named(np.zeros(1, np.int32), "step", optimizer.parameters)
 
     def hyper(self) -> np.ndarray:
         """The options as they are now: float64 ``[n, 10]``, a row per parameter."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import mindspore
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from fastaccum.mindspore import operators
 from fastaccum.mindspore.gradient_sum import GradientSum, named
@@ -16,10 +16,10 @@ from fastaccum.mindspore.rules import FusedRule
 class Outcome(nn.Cell):
     """What the end of the last window decided; parameters, as :mod:`fastaccum.mindspore.operators` says."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        self.outcome = named(np.zeros(operators.OUTCOME_COLUMNS), "outcome")
-        self.scalars = named(np.zeros((rows, operators.SCALAR_COLUMNS)), "scalars")
+        self.outcome = named(np.zeros(operators.OUTCOME_COLUMNS), "outcome", parameters)
+        self.scalars = named(np.zeros((rows, operators.SCALAR_COLUMNS)), "scalars", parameters)
 
     def number(self, column: int) -> float:
         """One of its numbers."""
@@ -65,11 +65,11 @@ class FusedUpdate(nn.Cell):
 class FinishedGradients(nn.Cell):
     """Decides, and returns the averaged and clipped gradients in their parameters' dtypes."""
 
-    def __init__(self, gradients: GradientSum, outcome: Outcome, parameters: Any) -> None:
+    def __init__(self, gradients: GradientSum, outcome: Outcome, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.gradients = gradients
         self.decided = outcome
-        self.step = named(np.zeros(1, np.int32), "step")
+        self.step = named(np.zeros(1, np.int32), "step", parameters)
         self._finish = operators.finish()
         shapes = [shape or (1,) for shape in gradients.shapes]
         self.scalars = [i for i, shape in enumerate(gradients.shapes) if not shape]

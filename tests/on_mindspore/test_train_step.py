@@ -151,6 +151,29 @@ def test_every_style_is_mindspores_own_accumulation(style, wanted):
     assert largest_error(params, wanted[1]) < 1e-5
 
 
+def test_two_accumulators_in_one_graph():
+    """As in a GAN: each has names of its own."""
+    nets = [Net(), Net()]
+    networks = [Loss(net) for net in nets]
+    networks[1].update_parameters_name("other.")
+    one, two = (FusedAccumulator(nn.SGD(net.trainable_params(), 1.0), 2) for net in nets)
+    first = mindspore.value_and_grad(networks[0], None, one.parameters)
+    second = mindspore.value_and_grad(networks[1], None, two.parameters)
+    plain = Tensor(np.array([1.0, 1.0, 0.0]))
+
+    @mindspore.jit
+    def both(x, y):
+        one.sum.add(plain, *first(x, y)[1])
+        two.sum.add(plain, *second(x, y)[1])
+        return x
+
+    both(*batches()[0])
+    for accumulator in (one, two):
+        assert accumulator.micro_step == 1 and accumulator.flush()
+    assert largest_error(values(nets[0].trainable_params()), values(nets[1].trainable_params())) == 0.0
+    assert largest_error(values(nets[0].trainable_params()), values(Net().trainable_params())) > 0.0
+
+
 def test_rows_of_different_number_give_the_loss_over_all_rows():
     """Weighted by rows, however they are split: the gradient of the mean over all of them."""
     rows = (3, 8, 5)
