@@ -5,9 +5,12 @@
 #   make test-quick              its quick part, under a minute
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
-#   make coverage                test, test-emulated and test-triton; the share of fastaccum/ that they reach
+#   make coverage                test, test-emulated, test-triton, test-bridges; the share of fastaccum/ reached
 #   make test-bridges            the bridges to Accelerate, Transformers and Lightning, with the real libraries
+#   make test-mindspore [ARGS=...]    fastaccum.mindspore, in an environment of its own without torch
+#   make demo-mindspore [ARGS=--quick]   LeNet-5 in MindSpore, its own accumulation and TrainStep
 #   make bench [ARGS=...]        the benchmarks
+#   make bench-mindspore [ARGS=...]   accumulate, clip and update, by MindSpore's operators and by fastaccum
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
 #   make lint                    ruff and clang-format
@@ -29,7 +32,8 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton test-bridges coverage bench static-proof gpu-check lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
+  gpu-check lint sanitize clean demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -66,6 +70,7 @@ coverage: $(STAMP)
 	$(MAKE) test ARGS='--cov --cov-append --cov-report='
 	$(MAKE) test-emulated ARGS='--cov --cov-append --cov-report='
 	$(MAKE) test-triton ARGS='--cov --cov-append --cov-report='
+	$(MAKE) test-bridges ARGS='--cov --cov-append --cov-report='
 	$(BIN)/python -m coverage report --fail-under=$(FLOOR)
 
 $(TRITON_STAMP): $(STAMP)
@@ -89,6 +94,26 @@ $(BRIDGES_STAMP): $(STAMP) requirements/bridges.txt
 	  f'import site; site.addsitedir({p!r})\n')"
 	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(BRIDGES_ENV)/torch.txt
 	$(PIP) --python $(BRIDGES_ENV)/bin/python install -r requirements/bridges.txt -c $(BRIDGES_ENV)/torch.txt
+	touch $@
+
+# MindSpore and no torch; the native libraries lie in the source tree. The tests compare with the PyTorch
+# front end, which runs in .venv.
+MINDSPORE_ENV := .venv/mindspore
+MINDSPORE_STAMP := $(MINDSPORE_ENV)/.installed-$(KEY)
+MINDSPORE_PYTHON := GLOG_v=3 $(MINDSPORE_ENV)/bin/python
+test-mindspore: $(MINDSPORE_STAMP)
+	FASTACCUM_TORCH_PYTHON=$(CURDIR)/$(BIN)/python $(MINDSPORE_PYTHON) -m pytest -q -p no:cacheprovider \
+	  --confcutdir=tests/on_mindspore tests/on_mindspore $(ARGS)
+
+demo-mindspore: $(MINDSPORE_STAMP)
+	$(MINDSPORE_PYTHON) -m fastaccum.mindspore.demo $(ARGS)
+
+bench-mindspore: $(MINDSPORE_STAMP)
+	$(MINDSPORE_PYTHON) -m benchmarks.mindspore_bench $(ARGS)
+
+$(MINDSPORE_STAMP): $(STAMP) requirements/mindspore.txt
+	$(BIN)/python -m venv --clear --without-pip $(MINDSPORE_ENV)
+	$(PIP) --python $(MINDSPORE_ENV)/bin/python install -r requirements/mindspore.txt
 	touch $@
 
 bench: $(STAMP)

@@ -1,6 +1,6 @@
 """The whole build of fastaccum's native code; pyproject.toml holds everything else.
 
-Two shared libraries go into the package:
+Three shared libraries go into the package:
 
     libfastaccum_core.so   csrc/cpu/*.cpp: no torch, no Python. On x86-64 kernels.cpp is compiled
                            once per instruction level and the level is chosen at run time.
@@ -9,6 +9,8 @@ Two shared libraries go into the package:
                            csrc/*.cu (no torch) and csrc/binding_gpu.cpp. CUDA's run time is
                            linked statically: the library loads where there is neither GPU nor
                            CUDA, and the CPU build of torch will do for building it.
+    libfastaccum_mindspore.so  csrc/binding_mindspore.cpp: plain C functions, which MindSpore loads
+                           as operators; it needs neither MindSpore's headers nor torch.
 
 This file never imports torch, so that an sdist and the metadata need nothing: torch's headers
 are looked up in the target interpreter's site-packages, which pip's build isolation hides from
@@ -54,7 +56,9 @@ from setuptools.errors import BaseError
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
 CORE = "libfastaccum_core.so"
+MINDSPORE = "libfastaccum_mindspore.so"
 BINDING = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+LIBRARIES = (CORE, BINDING, MINDSPORE)
 NOTE = "_build_note.txt"  # what native code was built with, or why there is none; for `doctor`
 OLDEST_CUDA = (12, 8)  # the first that knows compute capability 10.0
 TRIED_CUDA = (13, 0)  # the oldest that has been tried; an older one is taken only if asked for
@@ -345,7 +349,7 @@ def binding_sources(torch, torch_version, toolkit, no_cuda):
 
 
 def ninja_file():
-    """Returns the text of build.ninja; its outputs are CORE and BINDING."""
+    """Returns the text of build.ninja; its outputs are CORE, BINDING and MINDSPORE."""
     torch, torch_version = find_torch()
     toolkit, no_cuda = find_toolkit(torch)
 
@@ -381,7 +385,8 @@ def ninja_file():
     ]
     objects = {}
     binding = binding_sources(torch, torch_version, toolkit, no_cuda)
-    units = {"core": core_sources(), "binding": binding}
+    mindspore = [(ROOT / "csrc/binding_mindspore.cpp", "binding_mindspore.o", [])]
+    units = {"core": core_sources(), "binding": binding, "mindspore": mindspore}
     for library, sources in units.items():
         for source, name, flags in sources:
             lines += [f"build {name}: compile {path(source)}", f"  own = {escape(flags)}"]
@@ -408,6 +413,9 @@ def ninja_file():
         f"build {BINDING}: link {' '.join(objects['binding'])} | {CORE}",
         f"  own = {escape(link_binding)}",
         f"  libs = {escape(libraries)}",
+        f"build {MINDSPORE}: link {' '.join(objects['mindspore'])} | {CORE}",
+        f"  own = {escape([*link_core, '-L.', '-Wl,-rpath,$ORIGIN'])}",
+        "  libs = -lfastaccum_core",
     ]
     return "\n".join(lines) + "\n"
 
@@ -416,7 +424,7 @@ class BuildNative(build_ext):
     """Runs ninja in build/native-<interpreter>, which is kept: the next build is incremental."""
 
     def run(self):
-        """Builds both libraries and copies them into the package."""
+        """Builds the libraries and copies them into the package."""
         if find_compiler() is None:
             tried = os.environ.get("CXX") or "g++, c++ and clang++"
             raise BuildError(
@@ -436,7 +444,7 @@ class BuildNative(build_ext):
         if not (where / "build.ninja").exists() or (where / "build.ninja").read_text() != text:
             (where / "build.ninja").write_text(text)
         self.ninja(where)
-        for built, target in zip((CORE, BINDING), self.get_outputs(), strict=True):
+        for built, target in zip(LIBRARIES, self.get_outputs(), strict=True):
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             # A new inode: a process that runs the old library keeps it.
             Path(target).unlink(missing_ok=True)
@@ -466,7 +474,7 @@ class BuildNative(build_ext):
 
     def get_outputs(self):
         """Returns the installed files."""
-        return [str(self.package_folder() / name) for name in (CORE, BINDING)]
+        return [str(self.package_folder() / name) for name in LIBRARIES]
 
     def get_output_mapping(self):
         """Returns {built file: source file} for editable installs, which link nothing."""

@@ -166,21 +166,28 @@ def available_memory() -> int:
     return 1 << 62
 
 
+def machine() -> dict[str, object]:
+    """The machine, the system and the commit."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory GiB": round(_meminfo("MemTotal") / 2**30, 1),
+        "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+
+
 def environment(threads: int) -> dict[str, object]:
     """What a reader must know to believe a figure."""
     import torch
 
     facts = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        **machine(),
         "threads": threads,
-        "memory GiB": round(_meminfo("MemTotal") / 2**30, 1),
-        "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "commit": _commit(),
     }
     try:
         import fastaccum

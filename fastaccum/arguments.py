@@ -1,14 +1,18 @@
-"""Checks of user arguments: what was expected, what came, which argument, what to do."""
+"""Checks of user arguments: what was expected, what came, which argument, what to do.
+
+Those that know no tensors serve ``fastaccum.mindspore`` too, so torch is imported where one is looked at.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 REDUCTIONS = ("mean", "sum")
 TAKES = ("step", "backward")
@@ -81,6 +85,9 @@ def weight(value: Any, argument: str, on_device: bool = False) -> float | Tensor
 
     With ``on_device`` a tensor stays one, float64 and 0-d: its value is not looked at.
     """
+    import torch
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"{argument} must be a number or a 0-d real tensor, got {value!r}")
@@ -105,6 +112,8 @@ def boolean(value: Any, argument: str) -> bool:
 
 def accumulate_dtype(value: Any) -> torch.dtype | None:
     """None or one of the four floating dtypes."""
+    import torch
+
     allowed = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if value is not None and value not in allowed:
         raise ValueError(f"accumulate_dtype must be None or one of {allowed}, got {value!r}")

@@ -21,7 +21,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-NATIVE = {"fastaccum/libfastaccum_core.so", f"fastaccum/_C{SUFFIX}"}
+NATIVE = {
+    "fastaccum/libfastaccum_core.so",
+    "fastaccum/libfastaccum_mindspore.so",
+    f"fastaccum/_C{SUFFIX}",
+}
 BUILD_TOOLS = ("setuptools", "pybind11", "ninja")
 HOOK = "import sys, setuptools.build_meta as meta; getattr(meta, sys.argv[1])(sys.argv[2])"
 
@@ -47,6 +51,10 @@ TINY_SOURCES = {
         #include <torch/csrc/stable/version.h>
         #include "cpu/core.h"
         int anchor() { return tiny::answer(); }
+    """,
+    "binding_mindspore.cpp": """
+        #include "cpu/core.h"
+        extern "C" __attribute__((visibility("default"))) int operation() { return tiny::answer(); }
     """,
     "module.cpp": """
         #include <Python.h>
@@ -325,12 +333,14 @@ print(backends.choose("auto", p.device), p.tolist())
 """
 
 
-def test_core_needs_neither_torch_nor_python():
-    core = str(installed("libfastaccum_core.so"))
-    undefined = output_of("nm", "-DC", "--undefined-only", core)
+@pytest.mark.parametrize("name", ["libfastaccum_core.so", "libfastaccum_mindspore.so"])
+def test_core_and_operators_need_neither_torch_nor_python(name):
+    library = str(installed(name))
+    undefined = output_of("nm", "-DC", "--undefined-only", library)
     assert not re.search(r"torch|at::|c10::|aoti|\bPy_?[A-Z]|omp_", undefined)
-    needed = re.findall(r"NEEDED.*\[(.*)\]", output_of("readelf", "-d", core))
+    needed = re.findall(r"NEEDED.*\[(.*)\]", output_of("readelf", "-d", library))
     allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libpthread|ld-linux.*)\.so.*|lib[au]\w*san\.so.*"
+    allowed += r"|libfastaccum_core\.so" if name != "libfastaccum_core.so" else ""
     assert [name for name in needed if not re.fullmatch(allowed, name)] == []
 
 

@@ -82,6 +82,67 @@ def test_nothing_imports_upwards():
             assert not {m for m in imports_of(name) if within(m, above)}, name
 
 
+MINDSPORE = sorted(name for name in MODULES if within(name, ["fastaccum.mindspore"]))
+
+
+def imported_with(name):
+    """Every module of fastaccum, and every other name, that importing a module brings with it."""
+    seen, open_names = set(), [name]
+    while open_names:
+        current = open_names.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current in MODULES:
+            open_names += top_level_imports_of(current)
+            open_names += [".".join(current.split(".")[:i]) for i in range(1, current.count(".") + 1)]
+    return seen
+
+
+def top_level_imports_of(name):
+    """What a module imports when it is imported: not inside functions, not for type checkers only."""
+    body, found = list(ast.parse(MODULES[name].read_text()).body), []
+    while body:
+        node = body.pop()
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Try):
+            body += node.body
+        elif isinstance(node, (ast.If, ast.ClassDef)) and "TYPE_CHECKING" not in ast.dump(node):
+            body += node.body
+    return found
+
+
+@pytest.mark.parametrize("name", MINDSPORE)
+def test_the_mindspore_front_end_never_imports_torch(name):
+    heavy = {module for module in imported_with(name) if within(module, ["torch", "triton"])}
+    assert not heavy, f"importing {name} imports {heavy}"
+    assert not {module for module in imports_of(name) if within(module, ["torch"])}
+
+
+def test_nothing_else_imports_mindspore():
+    for name in MODULES.keys() - set(MINDSPORE):
+        found = {m for m in imports_of(name) if within(m, ["mindspore", "fastaccum.mindspore"])}
+        assert not found, f"{name} imports {found}"
+
+
+def test_mindspores_front_end_imports_downwards():
+    order = ["train_step", "accumulator", "window_end", "rules", "gradient_sum", "operators", "library"]
+    for level, name in enumerate(order):
+        above = [f"fastaccum.mindspore.{upper}" for upper in order[:level]]
+        found = {m for m in imports_of(f"fastaccum.mindspore.{name}") if within(m, above)}
+        assert not found, f"{name} imports {found}"
+
+
+def test_without_mindspore_the_error_names_the_extra():
+    code = "import sys; sys.modules['mindspore'] = None; import fastaccum.mindspore"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode != 0
+    assert "needs MindSpore" in result.stderr and "pip install 'fastaccum[mindspore]'" in result.stderr
+
+
 def includes_of(path):
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
 
@@ -104,6 +165,13 @@ def test_frameworks_stay_in_the_binding(path):
         assert not [name for name in found if not name.startswith("pybind11/")]
     else:
         assert not found
+
+
+def test_one_file_knows_mindspores_calling_convention():
+    knowing = {
+        path.name for path in SOURCES if re.search(r"\bnparam\b|char\*\*|std::int64_t\*\*", path.read_text())
+    }
+    assert knowing == {"binding_mindspore.cpp"}
 
 
 def test_an_op_never_includes_another_op():
