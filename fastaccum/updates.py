@@ -125,7 +125,8 @@ class Masters:
 
     def export(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
         """Copies, by slot number."""
-        return {s.number: s.whole(self.of(s).clone()) for s in slots if s.param in self._masters}
+        with torch.no_grad():
+            return {s.number: s.whole(self.of(s).clone()) for s in slots if s.param in self._masters}
 
     def load(self, slots: Sequence[Slot], masters: dict[int, Tensor]) -> None:
         """Takes copies over."""

@@ -379,6 +379,19 @@ def test_masters_travel_in_the_checkpoint_and_follow_the_parameter():
     assert bool((now[:300] == 7.0).all()) and torch.equal(now[300:], masters[300:])
 
 
+def test_masters_are_saved_without_a_graph_when_the_parameter_was_written():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.001), master_weights=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p[0] = 5.0
+    (master,) = optimizer.state_dict()["fastaccum"]["master_weights"].values()
+    torch.testing.assert_close(master, torch.tensor([5.0, 0.999, 0.999]), rtol=1e-6, atol=0)
+    assert not master.requires_grad
+    copy.deepcopy(copy.deepcopy(optimizer))
+
+
 def test_masters_need_a_fused_rule():
     with pytest.raises(ValueError, match="works with SGD, Adam and AdamW, not with RMSprop"):
         FusedAccumulator(torch.optim.RMSprop([parameter([1.0])]), master_weights=True)
