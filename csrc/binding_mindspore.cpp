@@ -224,6 +224,9 @@ void finish(Call& call) {
   double* outcome = call.table<double>("outcome", kOutcomeColumns);
   double* scalars = call.table<double>("scalars", n * kScalarColumns);
   std::int32_t* step = call.table<std::int32_t>("step", 1);
+  float* beta_powers[2] = {nullptr, nullptr};
+  if (call.left() == 3)
+    for (float*& power : beta_powers) power = call.table<float>("beta powers", 1);
   float* done = call.table<float>("done", 1);
   nothing_left(call);
   std::vector<float> steps(static_cast<std::size_t>(n), static_cast<float>(*step));
@@ -261,6 +264,10 @@ void finish(Call& call) {
   outcome[kSkip] = skip;
   outcome[kSkipped] += static_cast<double>(skipped);
   if (skip == 0) *step += 1;
+  if (skip == 0 && beta_powers[0] != nullptr && n > 0) {
+    *beta_powers[0] = static_cast<float>(integer_power(hyper[kBeta1], *step));
+    *beta_powers[1] = static_cast<float>(integer_power(hyper[kBeta2], *step));
+  }
   *done = 1.0f;
 }
 

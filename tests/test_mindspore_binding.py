@@ -101,6 +101,21 @@ def test_finish_knows_mindspores_forms_of_adam(form, flags):
     assert math.isclose(step_size, wanted, rel_tol=1e-12) and root == 1.0
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_finish_keeps_the_powers_of_the_betas(finite):
+    window, grads = Window(), gradients(0)
+    grads[0][0] = 1.0 if finite else math.nan
+    window.accumulate(grads)
+    window.step[0] = 4
+    powers = [np.full(1, 0.5, np.float32), np.full(1, 0.25, np.float32)]
+    tables = (np.array([math.inf, 1.0, 1.0, 1.0]), hyper_rows(window.n, BETA1=0.9, BETA2=0.999))
+    tables += (window.window, window.partials, window.outcome, window.scalars, window.step)
+    assert call("finish", *tables, *powers, done()) == 0
+    wanted = [0.9**5, 0.999**5] if finite else [0.5, 0.25]
+    assert [float(p[0]) for p in powers] == [float(np.float32(w)) for w in wanted]
+    assert call("finish", *tables, powers[0], done()) == 1 and "too many" in refusal()
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_window_that_is_not_finite_is_skipped(bad):
     window = Window()

@@ -39,6 +39,7 @@ class Pool {
   }
 
   void run(std::int64_t count, void (*body)(std::int64_t, std::int64_t, void*), void* context) {
+    if (count < 1) return;
     const std::lock_guard<std::mutex> one_job(jobs_);
     const int helpers = start(count < pool_threads() ? static_cast<int>(count) - 1 : pool_threads() - 1);
     {

@@ -249,8 +249,6 @@ class FusedAccumulator(nn.Cell):
                 self._hyper_rows, self._hyper = rows, Tensor(rows)
             self._end(self._control, self._hyper)
             self.stepped = not self.outcome.number(operators.SKIP)
-            if self.stepped:
-                self._rule.updated()
         self.updated = True
 
     def _call_optimizer(self) -> None:

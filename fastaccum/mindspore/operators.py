@@ -12,8 +12,8 @@ why.
     adds a micro-batch, and sums the squares of the result chunk by chunk.
 ``clear(window, present)``
     ends the window; the buffer is not touched, as the next window overwrites it.
-``finish(control, hyper, window, partials, outcome, scalars, step)``
-    decides: norm, clip factor, skip, step count, bias corrections.
+``finish(control, hyper, window, partials, outcome, scalars, step[, beta1_power, beta2_power])``
+    decides: norm, clip factor, skip, step count, bias corrections; powers of the first row's betas.
 ``adam(segments, hyper, scalars, outcome, buffer, *params, *exp_avgs, *exp_avg_sqs[, *max_exp_avg_sqs])``
     updates, unless the outcome says skip.
 ``sgd(segments, hyper, scalars, outcome, buffer, *params, *momentum_buffers[, *first_step_marks])``
@@ -35,6 +35,7 @@ hyper         float64  [n, 10]      lr, beta1, beta2, eps, weight decay, momentu
 outcome       float64  [4]          norm, factor, 1 if the update must not happen, updates skipped so far
 scalars       float64  [n, 4]       scratch of the update
 step          int32    one element  updates applied
+powers        float32  one element  beta1 ** step, beta2 ** step
 ============  =======  ===========  ========================================================================
 """
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
 from fastaccum.mindspore import operators
@@ -42,6 +42,7 @@ class FusedRule:
         operator: of the update.
         states: its lists of state, one tensor per parameter each.
         step: int32, one element: updates applied. The optimizer's own counter where it has one.
+        powers: powers of the betas, where the optimizer keeps them.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -49,6 +50,7 @@ class FusedRule:
         self.operator = operators.adam()
         self.states: list[ParameterTuple] = []
         self.step = named(np.zeros(1, np.int32), "step", optimizer.parameters)
+        self.powers: tuple[Parameter, ...] = ()
 
     def hyper(self) -> np.ndarray:
         """The options as they are now: float64 ``[n, 10]``, a row per parameter."""
@@ -60,9 +62,6 @@ class FusedRule:
     def fill(self, table: np.ndarray) -> None:
         """Writes the rule's own columns."""
         raise NotImplementedError
-
-    def updated(self) -> None:
-        """Brings what the operators do not know up to date; an update was applied."""
 
 
 class _NnRule(FusedRule):
@@ -96,6 +95,7 @@ class AdamRule(_NnRule):
     def __init__(self, optimizer: nn.Adam) -> None:
         super().__init__(optimizer)
         self.states = [optimizer.moment1, optimizer.moment2]
+        self.powers = (optimizer.beta1_power, optimizer.beta2_power)
         if optimizer.use_amsgrad:
             self.states.append(optimizer.vhat)
 
@@ -106,16 +106,6 @@ class AdamRule(_NnRule):
         for column, option in ((BETA1, optimizer.beta1), (BETA2, optimizer.beta2), (EPS, optimizer.eps)):
             table[:, column] = number(option)
         table[:, FLAGS] = EPSILON_HAT + AMSGRAD * optimizer.use_amsgrad
-
-    def updated(self) -> None:
-        """The powers of the betas, which the optimizer keeps as parameters."""
-        optimizer, step = self.optimizer, int(self.step.asnumpy().reshape(()))
-        for power, beta in (
-            (optimizer.beta1_power, optimizer.beta1),
-            (optimizer.beta2_power, optimizer.beta2),
-        ):
-            # set_data() would not reach what is compiled already.
-            ops.assign(power, Tensor(np.float32(number(beta) ** step)))
 
 
 class AdamWeightDecayRule(_NnRule):

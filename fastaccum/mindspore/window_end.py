@@ -34,6 +34,7 @@ class FusedUpdate(nn.Cell):
         self.gradients = gradients
         self.decided = outcome
         self.step = rule.step
+        self.powers = ParameterTuple(rule.powers)
         self.params = ParameterTuple(rule.optimizer.parameters)
         self.states1 = rule.states[0]
         self.states2 = rule.states[1] if len(rule.states) > 1 else ()
@@ -46,7 +47,14 @@ class FusedUpdate(nn.Cell):
         """Control and hyper as :mod:`fastaccum.mindspore.operators` describes them."""
         window, decided = self.gradients, self.decided
         self._finish(
-            control, hyper, window.window, window.partials, decided.outcome, decided.scalars, self.step
+            control,
+            hyper,
+            window.window,
+            window.partials,
+            decided.outcome,
+            decided.scalars,
+            self.step,
+            *self.powers,
         )
         self._update(
             window.segments,
