@@ -152,6 +152,20 @@ def test_other_optimizers(optimizer, take):
     close(make, loss, batch, batch, optimizer, 2, take)
 
 
+@pytest.mark.parametrize("take", ["step", "backward", "plain"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_where_gradients_are_nearly_all_there_is(optimizer, steps, take):
+    """With take="backward" they go bucket by bucket; an optimizer's own step() is the peak."""
+    layers = [nn.Linear(768, 768) for _ in range(10)]
+
+    def make():
+        return copy.deepcopy(nn.Sequential(*layers))
+
+    batch = (torch.randn(4, 768), torch.randn(4, 768))
+    close(make, lambda model, b: F.mse_loss(model(b[0]), b[1]), batch, batch, optimizer, steps, take)
+
+
 @pytest.mark.parametrize(("planned", "trained"), [(4, 16), (16, 3), (2, 7)])
 @pytest.mark.parametrize("case", ["cnn", "third"])
 def test_another_micro_batch_size_is_foretold(case, planned, trained):
