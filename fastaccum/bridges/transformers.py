@@ -6,6 +6,10 @@ window is right too. Every micro-batch but the window's last is closed in ``trai
 when the Trainer steps its optimizer. Between the two the Trainer clips what lies in ``.grad``, which is one
 micro-batch only: so nothing lies there at that time, and the window is clipped to ``max_grad_norm`` in the
 fused update.
+
+The Trainer counts the tokens that a causal model predicts if its class's name says ``ForCausalLM``. Of
+others, such as GPT2LMHeadModel, it counts the first token of each row as well, unless ``model.loss_type`` is
+set to ``"ForCausalLM"``.
 """
 
 from __future__ import annotations

@@ -139,6 +139,23 @@ def test_gradients_are_held_once_per_window_and_not_in_grad():
     assert counts == [1, 2, 0, 1, 2, 0, 1, 2, 0, 0]
 
 
+def test_the_optimizer_may_step_after_the_block():
+    wanted, _, _ = plain_loop(epochs=1)
+    accelerator = FusedAccelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model, data = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, decay(optimizer), data)
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+        # The window's last micro-batch waits for step(), which closes both.
+        assert accelerator.accumulators[0].pending == accelerator.sync_gradients
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    same_weights(model, wanted)
+
+
 def test_a_block_that_fails_leaves_the_window_as_it_was():
     accelerator = FusedAccelerator(cpu=True, gradient_accumulation_steps=2)
     model, data = model_and_data()

@@ -201,24 +201,32 @@ def test_callbacks_see_the_window(tmp_path):
     assert seen == [*whole, *whole, 1, "before", "after"]
 
 
-def test_what_a_stopped_epoch_leaves_is_dropped_with_a_word(tmp_path, caplog):
-    stopped = []
+@pytest.mark.parametrize("stop", ["should_epoch_stop", "should_training_stop"])
+def test_what_a_stop_inside_a_window_leaves_is_dropped(tmp_path, caplog, stop):
+    stopped, held = [], []
 
     class Stop(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
-            control.should_epoch_stop = state.global_step == 2 and not stopped
-            stopped.extend([True] * control.should_epoch_stop)
+            held.append(trainer.accumulator.micro_step)
+            if state.global_step == 2 and not stopped:
+                stopped.append(True)
+                setattr(control, stop, True)
 
-    model = gpt2()
-    trainer = make(tmp_path, model, callbacks=[Stop()])
+    trainer = make(tmp_path, gpt2(), callbacks=[Stop()])
     transformers.utils.logging.enable_propagation()
     try:
         with caplog.at_level("WARNING"):
             trainer.train()
+            if stop == "should_training_stop":
+                trainer.train()
     finally:
         transformers.utils.logging.disable_propagation()
-    assert "ended after 1 micro-batches without an update" in caplog.text
-    assert trainer.state.global_step == 2 + 3
+    whole = [1, 2, 3, 1, 2, 3, 1]
+    again = [] if stop == "should_epoch_stop" else whole
+    assert held == [*whole, *whole, *again]
+    # The Trainer clears what a stopped training left by itself, and says nothing.
+    told = "ended after 1 micro-batches without an update" in caplog.text
+    assert told == (stop == "should_epoch_stop")
 
 
 def test_a_second_train_takes_new_arguments_over(tmp_path):
