@@ -9,7 +9,7 @@
 #   make bench [ARGS=...]        the benchmarks
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
-#   make lint                    ruff and clang-format
+#   make lint                    ruff, clang-format and mypy
 #   make sanitize                the native tests under address and undefined-behaviour sanitizers
 #   make env | clean             only the set-up | remove all that make has made
 #
@@ -85,10 +85,12 @@ static-proof: $(STAMP)
 gpu-check:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 
-lint: $(LINT_STAMP)
+# mypy needs torch, for its types, and nothing else of .venv.
+lint: $(LINT_STAMP) $(TORCH_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
 
 # The instrumented build, the tests and the benchmarks lie in a folder of their own: the source tree
 # keeps its fast libraries, and cannot be imported by mistake. The sanitizers' run-time libraries
