@@ -10,6 +10,7 @@
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
 #   make lint                    ruff, clang-format and mypy
+#   make docs                    the pages of docs/ into build/docs; a warning is an error
 #   make sanitize                the native tests under address and undefined-behaviour sanitizers
 #   make env | clean             only the set-up | remove all that make has made
 #
@@ -28,7 +29,7 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton coverage bench static-proof gpu-check lint sanitize clean
+.PHONY: env demo test test-quick test-emulated test-triton coverage bench static-proof gpu-check lint docs sanitize clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -91,6 +92,17 @@ lint: $(LINT_STAMP) $(TORCH_STAMP)
 	$(BIN)/ruff format --check .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+
+# Its packages stand apart from .venv's. The API is read from the sources, so torch is not needed. With --quiet
+# warnings would not count.
+DOCS_ENV := .venv/docs
+docs: $(DOCS_ENV)/.installed
+	$(DOCS_ENV)/bin/python -m mkdocs build --strict $(ARGS)
+
+$(DOCS_ENV)/.installed: .venv/pyvenv.cfg requirements/docs.txt
+	$(BIN)/python -m venv --without-pip $(DOCS_ENV)
+	$(PIP) --python $(DOCS_ENV)/bin/python install -r requirements/docs.txt
+	touch $@
 
 # The instrumented build, the tests and the benchmarks lie in a folder of their own: the source tree
 # keeps its fast libraries, and cannot be imported by mistake. The sanitizers' run-time libraries
