@@ -120,7 +120,8 @@ class Pending:
         self.added = self.scaled = False
         self._tasks.clear()
         self._empty_bucket()
-        self._owner()._scaling.end_micro_batch()
+        owner: Any = self._owner()
+        owner._scaling.end_micro_batch()
 
     def drop_with_window(self) -> None:
         """The window is dropped: what was added to it is gone, what lies in ``.grad`` stays."""

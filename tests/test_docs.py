@@ -202,6 +202,13 @@ def template(node):
     return None
 
 
+def said(node, named):
+    """The template of a message; ``named`` are the module's own strings, which ``format`` may fill."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "format":
+        node = node.func.value
+    return named.get(node.id) if isinstance(node, ast.Name) else template(node)
+
+
 def strings_in(node):
     """The outermost strings of a tree."""
     found = template(node)
@@ -218,11 +225,18 @@ def messages():
     """(place, template) of every message that is raised, warned of, or given as a reason."""
     for path in [*sorted(ROOT.glob("fastaccum/*.py")), ROOT / "setup.py"]:
         tree = ast.parse(path.read_text())
+        named = {
+            node.targets[0].id: template(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
         for node in ast.walk(tree):
             found = []
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 if ast.unparse(node.exc.func) not in INTERNAL:
-                    found = [template(node.exc.args[0])]
+                    found = [said(node.exc.args[0], named)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                found = [said(node.args[0], named)]
             elif isinstance(node, ast.FunctionDef) and "reasons_against" in node.name:
                 given = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
                 given += [
