@@ -13,7 +13,8 @@
 #   make bench-mindspore [ARGS=...]   accumulate, clip and update, by MindSpore's operators and by fastaccum
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
-#   make lint                    ruff and clang-format
+#   make lint                    ruff, clang-format and mypy
+#   make docs                    the pages of docs/ into build/docs; a warning is an error
 #   make sanitize                the native tests under address and undefined-behaviour sanitizers
 #   make env | clean             only the set-up | remove all that make has made
 #
@@ -33,7 +34,7 @@ NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.c
 export PIP_ROOT_USER_ACTION = ignore
 
 .PHONY: env demo test test-quick test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
-  gpu-check lint sanitize clean demo-mindspore bench-mindspore
+  gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -126,10 +127,23 @@ static-proof: $(STAMP)
 gpu-check:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 
-lint: $(LINT_STAMP)
+# mypy needs torch, for its types, and nothing else of .venv.
+lint: $(LINT_STAMP) $(TORCH_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+# Its packages stand apart from .venv's. The API is read from the sources, so torch is not needed. With --quiet
+# warnings would not count.
+DOCS_ENV := .venv/docs
+docs: $(DOCS_ENV)/.installed
+	$(DOCS_ENV)/bin/python -m mkdocs build --strict $(ARGS)
+
+$(DOCS_ENV)/.installed: .venv/pyvenv.cfg requirements/docs.txt
+	$(BIN)/python -m venv --without-pip $(DOCS_ENV)
+	$(PIP) --python $(DOCS_ENV)/bin/python install -r requirements/docs.txt
+	touch $@
 
 # The instrumented build, the tests and the benchmarks lie in a folder of their own: the source tree
 # keeps its fast libraries, and cannot be imported by mistake. The sanitizers' run-time libraries

@@ -160,7 +160,7 @@ class FusedAccumulator(Optimizer):
             wire_dtype=(wire_dtype, None, "leave it None"),
             fuse_weight_gradients=(fuse_weight_gradients, False, "leave it False"),
         )
-        options = {
+        options: dict[str, Any] = {
             "accumulation_steps": arguments.accumulation_steps(accumulation_steps),
             "max_norm": arguments.max_norm(max_norm),
             "norm_type": arguments.norm_type(norm_type),
@@ -226,7 +226,7 @@ class FusedAccumulator(Optimizer):
     # ------------------------------------------------------------------ what the inner optimizer owns
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's parameter groups."""
         return self._inner.param_groups
 
@@ -235,7 +235,7 @@ class FusedAccumulator(Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state."""
         return self._inner.state
 
@@ -244,7 +244,7 @@ class FusedAccumulator(Optimizer):
         self._inner.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self._inner.defaults
 
@@ -462,7 +462,7 @@ class FusedAccumulator(Optimizer):
             self._pending.weight = before
             raise
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = _NOT_GIVEN,
         *,
@@ -747,9 +747,9 @@ class FusedAccumulator(Optimizer):
 
     def _entries(self, slots: Sequence[Slot], owned: bool = False) -> list[Entry]:
         """The gradients in ``.grad``, as they go into the window; changes nothing."""
-        grads = [slot.param.grad for slot in slots]
+        grads: list[Any] = [slot.param.grad for slot in slots]
         if owned and self._roster.sharding is None:
-            own(grads)  # type: ignore[arg-type]
+            own(grads)
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
             if (
@@ -1029,8 +1029,8 @@ class FusedAccumulator(Optimizer):
         self._rule.before_saving()
         result = checkpoint.steps_on_cpu(checkpoint.owned(self._inner.state_dict()))
         result["fastaccum"] = self.window_state_dict()
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, result)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
             if changed is not None:
                 result = changed
         return result
@@ -1065,8 +1065,8 @@ class FusedAccumulator(Optimizer):
         self._replace_slots()
         if entry is not None:
             self.load_window_state_dict(entry)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def window_state_dict(self) -> dict[str, Any]:
         """The open window and the counters: what ``state_dict()["fastaccum"]`` holds.

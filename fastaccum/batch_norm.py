@@ -55,6 +55,11 @@ class FrozenBatchNorm(nn.Module):
         source: the BatchNorm whose parameters and statistics it takes over, the very same tensors.
     """
 
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
     def __init__(self, source: _BatchNorm) -> None:
         super().__init__()
         self.num_features, self.eps = source.num_features, source.eps
@@ -175,7 +180,7 @@ def _frozen(name: str, layer: _BatchNorm) -> FrozenBatchNorm:
     return FrozenBatchNorm(layer)
 
 
-def _warn_of_no_data(layers: Mapping[str, _BatchNorm]) -> None:
+def _warn_of_no_data(layers: Mapping[str, Any]) -> None:
     fresh = [
         name
         for name, layer in layers.items()
@@ -336,7 +341,9 @@ def virtual_batch_norm_statistics(
             an error of ``forward``.
         RuntimeError: which BatchNorm runs first depends on the data.
     """
-    layers = {layer: name for name, layer in batch_norms(model).items() if layer.running_mean is not None}
+    layers: dict[Any, str] = {
+        layer: name for name, layer in batch_norms(model).items() if layer.running_mean is not None
+    }
     if not layers:
         raise ValueError("no BatchNorm layer of this model keeps running statistics")
     if not isinstance(loader, Iterable):
@@ -349,7 +356,7 @@ def virtual_batch_norm_statistics(
     run = _forward if forward is None else forward
     before = {layer: (layer.running_mean.clone(), layer.running_var.clone()) for layer in layers}
     modes = {module: module.training for module in model.modules()}
-    unbiased: dict[_BatchNorm, Tensor] = {}
+    unbiased: dict[Any, Tensor] = {}
     try:
         with torch.no_grad():
             model.eval()
@@ -387,7 +394,7 @@ def _order(
     layers: Mapping[_BatchNorm, str],
     loader: Iterable[Any],
     run: Callable[[nn.Module, Any], Any],
-) -> Iterator[_BatchNorm]:
+) -> Iterator[Any]:
     """The layers in the order in which the first micro-batch comes to them."""
     calls: list[_BatchNorm] = []
     handles = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in layers]
@@ -413,7 +420,7 @@ def _order(
 
 def _measure(
     model: nn.Module,
-    layer: _BatchNorm,
+    layer: Any,
     unknown: set[_BatchNorm],
     loader: Iterable[Any],
     run: Callable[[nn.Module, Any], Any],

@@ -130,10 +130,10 @@ def scale_lr(
     if batch_size_ratio is None:
         raise TypeError("batch_size_ratio must be a number, got None")
     advice = "it is the new virtual batch size over the old one"
-    ratio = arguments.positive(batch_size_ratio, "batch_size_ratio", advice)
-    if not math.isfinite(ratio):  # type: ignore[arg-type]
+    ratio = arguments.positive(batch_size_ratio, "batch_size_ratio", advice) or 0.0
+    if not math.isfinite(ratio):
         raise ValueError(f"batch_size_ratio must be finite, got {ratio}; {advice}")
-    factor = ratio if arguments.choice(rule, "rule", RULES) == "linear" else math.sqrt(ratio)  # type: ignore
+    factor = ratio if arguments.choice(rule, "rule", RULES) == "linear" else math.sqrt(ratio)
     steps = arguments.whole(warmup_steps, "warmup_steps", 0, "updates; 0 is no warm-up")
     if steps and warmup_start is None:
         if factor <= 1.0:
@@ -201,9 +201,9 @@ def _multiply(optimizer: Optimizer, schedulers: list[LRScheduler], factor: float
     for group in optimizer.param_groups:
         for key in keys & group.keys():
             group[key] = scaled(group[key])
-    lists: dict[int, list] = {}
+    lists: dict[int, list[Any]] = {}
     for scheduler in schedulers:
-        attributes = _ATTRIBUTES
+        attributes: tuple[str, ...] = _ATTRIBUTES
         if isinstance(scheduler, ReduceLROnPlateau):
             attributes += ("eps",)  # the smallest change of a learning rate that it makes
         for name in attributes:

@@ -120,7 +120,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _permuted(tensor: Tensor) -> Tensor:
     """Any dense permutation as it lies in memory, else a row-major copy."""
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
     return tensor.permute(order) if tensor.permute(order).is_contiguous() else tensor.contiguous()
 
 
@@ -128,7 +128,7 @@ def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tup
     device = tensors[0].device
     backend = backends.load(backends.choose("auto", device), device)
     layout, segments, index, spans = _tables(tuple(t.numel() for t in tensors), threading.get_ident())
-    f64 = {"dtype": torch.float64, "device": device}
+    f64: dict[str, Any] = {"dtype": torch.float64, "device": device}
     partials = torch.empty(2, layout.n_chunks, **f64)
     scale = None
     if norm_type not in (1.0, 2.0, math.inf):

@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
     if "torch" not in sys.modules:
         print("torch is missing: pip install torch, then reinstall fastaccum to build its native code")
         return 1
+    import torch
+
     from fastaccum import backends, ops
 
     module, reason = backends.native_module()
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> int:
         print(f"  {'in use':<14} {module.isa()} (this CPU has: {module.isa_available()})")
     failed = False
     for device, reasons in backends.explain().items():
-        chosen = backends.choose("auto", backends.torch.device(device))
+        chosen = backends.choose("auto", torch.device(device))
         print(f"\n{device}: backend 'auto' is {chosen}")
         for op in ops.NAMES:  # a backend has all ops or does not serve the device
             print(f"  {op:<12} {chosen}")

@@ -45,7 +45,7 @@ def check_group(group: dict[str, Any], number: int) -> None:
 
 def check_param(param: Tensor, group: int) -> None:
     """Raises ValueError unless it is a dense parameter of one of the four dtypes."""
-    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(param):
         raise ValueError(
             f"a parameter of group {group} is lazy and has no shape yet: run a forward pass before wrapping"
         )

@@ -231,7 +231,8 @@ class _Needs:
             raise ValueError(f"parameters are on several devices: {', '.join(sorted(map(str, devices)))}")
         (device,) = devices
         self.fused = isinstance(optimizer, FusedAccumulator)
-        options = optimizer._options if self.fused else {}
+        wrapper: Any = optimizer
+        options = wrapper._options if self.fused else {}
         self.take = options.get("take", "step")
         trained = [p for p in listed if p.requires_grad]
         self.parameters = storage_bytes([*everything, *(b for b in model.buffers() if b.device == device)])
@@ -239,11 +240,11 @@ class _Needs:
         self.accumulator = 0
         if self.fused:
             self.accumulator = sum(
-                rounded(plan.layout.numel * plan.dtype.itemsize, device) for plan in optimizer._roster.plans
+                rounded(plan.layout.numel * plan.dtype.itemsize, device) for plan in wrapper._roster.plans
             )
         self.state, self.update = _state(optimizer, trained, device)
         # The fused rules write parameters straight from the sums; others get the finished gradient first.
-        if self.fused and not isinstance(optimizer._rule, GenericRule):
+        if self.fused and not isinstance(wrapper._rule, GenericRule):
             self.update = 0
         elif self.fused:
             self.update += self.gradients
@@ -358,7 +359,7 @@ def _by_a_step(
         setattr(copy, name, OrderedDict())
     copy.state = defaultdict(dict)
     copy.param_groups = []
-    fakes: list[Tensor] = []
+    fakes: list[Any] = []
     for group in inner.param_groups:
         made = []
         for p in group["params"]:
@@ -370,7 +371,7 @@ def _by_a_step(
                 made.append(fake)
         fakes += made
         # Kernels of one launch and captured graphs need a real device; what they keep is the same.
-        plain = {key: False for key in ("fused", "capturable") if key in group}
+        plain: dict[str, bool] = {key: False for key in ("fused", "capturable") if key in group}
         if "foreach" in group and device.type != "cuda":
             plain["foreach"] = bool(group["foreach"])
         copy.param_groups.append({**group, **plain, "params": made})

@@ -186,7 +186,7 @@ class _OpenWindow:
         optimizer._options["accumulation_steps"] = steps
         for name, value in self._others.items():
             setattr(optimizer, name, value)
-        if self._noise is not None:
+        if self._noise is not None and optimizer._noise is not None:
             optimizer._noise._squares, optimizer._noise._incomplete = list(self._noise[0]), self._noise[1]
 
 

@@ -132,7 +132,7 @@ def parameter_norms(
     sharding: Sharding | None = None,
 ) -> list[Tensor]:
     """Each gradient's norm, float64, times ``|scale|``."""
-    norms = [_norm(grad, norm_type) * abs(scale) for grad in grads]
+    norms = [(_norm(grad, norm_type) * scale).abs() for grad in grads]
     if sharding is None:
         return norms
     return list(sharding.norms([slot.number for slot in slots], torch.stack(norms), norm_type).unbind())

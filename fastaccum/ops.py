@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -835,7 +835,7 @@ def _update_lists(
 NAMES = ("gather_", "norm_", "finish_", "scale_", "scale_into_", "adam_", "sgd_")
 
 # What the public functions check, by op, for callers of the bare ops where nothing else would: on a GPU.
-CHECKS = {
+CHECKS: dict[str, Callable[..., None]] = {
     "gather_": _check_gather,
     "norm_": _check_norm,
     "finish_": _check_finish,

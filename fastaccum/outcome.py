@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fastaccum.sharding import Sharding
 from fastaccum.updates import Counters
 from fastaccum.window import Window
 
-_NO_COUNTERS = (None, None, None, None, None, [], None)
+_NO_COUNTERS: tuple[Any, ...] = (None, None, None, None, None, [], None)
 
 
 class Outcome:
@@ -155,7 +156,8 @@ class Outcome:
         if norm_type in (1.0, 2.0, math.inf):
             return
         if self._scratch is None:
-            device, double = self.device, {"dtype": torch.float64, "device": self.device}
+            device = self.device
+            double: dict[str, Any] = {"dtype": torch.float64, "device": device}
             self._scratch = (
                 torch.zeros((), device=device), torch.zeros(1, **double), torch.zeros(1, **double),
                 torch.zeros((), dtype=torch.int32, device=device),

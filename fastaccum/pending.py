@@ -82,6 +82,7 @@ class Pending:
         """
         self.weight: Weight | None = None
         self.added = self.scaled = False
+        self._stream: Any = None  # on which the gradients in ``taken`` were made, on a GPU
         self._empty_bucket()
         self._tasks: set[int] = set()  # backward calls that have not ended
         self._in_backward = take == "backward"
@@ -119,7 +120,8 @@ class Pending:
         self.added = self.scaled = False
         self._tasks.clear()
         self._empty_bucket()
-        self._owner()._scaling.end_micro_batch()
+        owner: Any = self._owner()
+        owner._scaling.end_micro_batch()
 
     def drop_with_window(self) -> None:
         """The window is dropped: what was added to it is gone, what lies in ``.grad`` stays."""
@@ -231,7 +233,7 @@ class Pending:
 
     def _take(self, param: Tensor) -> None:
         """The hook: moves a gradient out of ``.grad`` into the next bucket."""
-        owner = self._owner()
+        owner: Any = self._owner()
         task = graph_task()
         if task not in self._tasks:
             self._tasks.add(task)
@@ -278,7 +280,8 @@ class Pending:
             return
         kind, items = self.weight or ("plain", 1.0)
         if not selects_nothing(items):
-            owner, factor = self._owner(), items if kind == "weight" else 1.0
+            owner: Any = self._owner()
+            factor = items if kind == "weight" else 1.0
             scale, _ = owner._scaling.of_micro_batch()
             current = current_stream(self.taken[0][1])
             if current == self._stream:
@@ -294,4 +297,4 @@ class Pending:
         self.taken: list[Entry] = []
         self._taken_numbers: set[int] = set()
         self._taken_bytes = 0
-        self._stream: Any = None  # on which the gradients in ``taken`` were made, on a GPU
+        self._stream = None

@@ -222,8 +222,9 @@ def finish_(
     skipped.add_(int(bad and not empty))
     if steps is None:
         return
+    assert scalars is not None and row is not None and group is not None and hyper is not None
     hyper = hyper.clone()
-    for lr, g in zip(lrs, lr_groups.tolist() if len(lrs) else (), strict=True):
+    for lr, g in zip(lrs, () if lr_groups is None else lr_groups.tolist(), strict=True):
         hyper[g, LR] = lr.item()
     _advance(steps, scalars, row, group, hyper, skip)
 

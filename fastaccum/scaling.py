@@ -59,7 +59,7 @@ class Scaling:
             RuntimeError: ``scaler.step(wrapper)`` was called where the wrapper steps by itself, or the
                 scaler's numbers have no data.
         """
-        owner = self._owner()
+        owner: Any = self._owner()
         told = vars(owner)
         if "found_inf" not in told:
             return (None, None) if self.scaler is None else (self.scaler._scale, None)
@@ -90,6 +90,7 @@ class Scaling:
             self._update(late)
 
     def _update(self, found_inf: Tensor) -> None:
+        assert self.scaler is not None
         state = self.scaler._per_optimizer_states[id(self._owner())]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         self.scaler.update()

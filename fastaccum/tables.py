@@ -206,7 +206,7 @@ class Tables:
         return next((role for role, table in self._tables.items() if table.holds(words)), None)
 
 
-def host(table: Tensor) -> list[int]:
+def host(table: Tensor) -> list[Any]:
     """A table that lives on the CPU as numbers."""
     if table.device.type != "cpu":
         raise AssertionError(f"a host table lies on {table.device}: reading it would wait for the device")

@@ -17,6 +17,7 @@ from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_autograd: Any = torch.autograd  # its two old profiler functions are in no stub
 _ARRIVAL = "fastaccum: a gradient has arrived"
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to it
 
@@ -169,7 +170,7 @@ def record(
             pass
 
     handles = []
-    torch.autograd._enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
+    _autograd._enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
     try:
         handles += [param.register_hook(arrived) for param in params]
         with torch.enable_grad():
@@ -182,7 +183,7 @@ def record(
             torch.cuda.synchronize(device)
         del grads
     finally:
-        records = torch.autograd._disable_profiler_legacy()
+        records = _autograd._disable_profiler_legacy()
         for handle in handles:
             handle.remove()
     live, marks = _curve(records, device)

@@ -259,7 +259,8 @@ class FusedRule:
         for i, slot in enumerate(chosen.slots):
             if not slot.dense:  # elements with gaps between them: update a dense copy, write it back
                 dense[i] = params[i].contiguous()
-        targets, copies = dense, []
+        targets = dense
+        copies: list[Tensor] = []
         if self._masters is not None:
             targets, copies = self._masters.targets(chosen.slots, dense)
         self._ready = _Ready(states, finished.grads, params, dense, targets, copies)
@@ -562,7 +563,7 @@ class GenericRule:
 @contextlib.contextmanager
 def _silenced(optimizer: Optimizer) -> Iterator[None]:
     """Holds step hooks back: the accumulator fires them, and a step that calls super()'s would again."""
-    hooks = (
+    hooks: tuple[Any, ...] = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         torch_optimizer._global_optimizer_pre_hooks,

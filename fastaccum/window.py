@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from operator import gt
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ class Window:
             self._kept_tables = self._by_plan(entries)
             self.kept_weight = weight
             # Where the window closes with them, they go into the tables of its last launches instead.
-            upload = getattr(backend, "keep", None) if not partials else None
+            upload: Any = getattr(backend, "keep", None) if not partials else None
             for plan, (grads, index) in zip(self.plans, self._kept_tables if upload else (), strict=False):
                 upload(plan.segments, grads, index)
             return

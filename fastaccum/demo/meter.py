@@ -47,6 +47,7 @@ class Meter:
         self.parameters = list(model.parameters())
         self.buffer_bytes: Callable[[], int] = lambda: 0  # what is held outside of `.grad`
         self.windows: list[Window] = []
+        self._peak = 0
         self._start_window()
         self._arrival = 0.0
         for parameter in self.parameters:

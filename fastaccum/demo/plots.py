@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")  # files only: works without a display
 
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from .meter import STAGES  # noqa: E402
 
@@ -76,7 +77,7 @@ def time_split(results: list[Result], out: Path) -> Path:
     return save(figure, out / "time_split.png")
 
 
-def save(figure: plt.Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     """Writes the figure and frees it."""
     figure.savefig(path, dpi=120)
     plt.close(figure)

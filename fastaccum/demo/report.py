@@ -8,7 +8,7 @@ import platform
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -105,7 +105,7 @@ def write_json(path: Path, results: list[Result], seconds: float) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def training(result: Result) -> dict:
+def training(result: Result) -> dict[str, Any]:
     """One training's table, as it goes into the JSON file."""
     task, verdict = result.task, result.verdict
     return {

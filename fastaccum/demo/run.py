@@ -66,13 +66,14 @@ def start(task: Task, name: str) -> Run:
     """Prepares one run; nothing is trained yet."""
     model = task.model(torch.float64 if name == EXACT else torch.float32)
     meter = Meter(model)
+    foreach: bool | None
     match name:
         case "fastaccum":
             inner = AdamW(model.parameters(), lr=task.lr)
-            optimizer = fastaccum.FusedAccumulator(
+            wrapper = fastaccum.FusedAccumulator(
                 inner, accumulation_steps=task.accumulation_steps, max_norm=task.max_norm
             )
-            return Run(model, meter, fused_loop(task, model, optimizer, meter))
+            return Run(model, meter, fused_loop(task, model, wrapper, meter))
         case "stock best":
             optimizer, foreach = AdamW(model.parameters(), lr=task.lr, fused=True), True
         case "foreach":
@@ -122,7 +123,7 @@ def measure(task: Task, run: Run, plain: list[float]) -> Measured:
         losses=run.losses,
         difference=largest_difference(run.losses, plain),
         milliseconds={s: 1e3 * median(window.seconds[s] for window in timed) for s in STAGES},
-        gradient_bytes=windows[Meter.MEMORY_WINDOW].gradient_bytes,
+        gradient_bytes=windows[Meter.MEMORY_WINDOW].gradient_bytes or 0,
         accuracy=accuracy(run.model, task.held_out) if task.held_out else None,
     )
 
