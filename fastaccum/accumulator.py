@@ -557,6 +557,7 @@ class FusedAccumulator(Optimizer):
         for param in self._roster.params:
             param.grad = None
         self._pending.clear()
+        self._replicas.drop_pending()
         self._drop_window()
 
     def _drop_window(self) -> None:
@@ -599,6 +600,7 @@ class FusedAccumulator(Optimizer):
                         param.grad.requires_grad_(False)
                     param.grad.zero_()
         self._pending.clear()
+        self._replicas.drop_pending()
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clips the window that closes next to ``max_norm``, instead of the wrapper's own limit.

@@ -43,20 +43,25 @@ class Arrivals:
     """
 
     def __init__(
-        self, owner: object, hook: Callable[[Tensor], None] | None, ended: Callable[[list[Tensor]], None]
+        self,
+        owner: object,
+        hook: Callable[[Tensor], None] | None,
+        begins: Callable[[], Any],
+        ended: Callable[[list[Tensor], Any], None],
     ) -> None:
         """Prepares the hooks of ``owner``.
 
         Args:
             owner: the wrapper; held weakly.
             hook: called with each parameter whose gradient arrived, instead of noting it.
-            ended: called at the end of a backward with the watched parameters that it has reached.
+            begins: called when a backward brings its first watched gradient.
+            ended: called at its end with the watched parameters that it has reached and what ``begins`` gave.
         """
-        self._ended = ended
+        self._begins, self._ended = begins, ended
         self.noted: list[Tensor] = []
         self._versions: dict[int, tuple[Any, Any, int]] = {}
-        # Backward calls that have not ended, and the watched parameters that each has brought.
-        self._unfinished: dict[int, list[Tensor]] = {}
+        # Backward calls that have not ended: the watched parameters that each brought, what begins() gave.
+        self._unfinished: dict[int, tuple[list[Tensor], Any]] = {}
         self._hook = hook
         self._owner = weakref.ref(owner)
         self._handles: dict[int, tuple[Any, Any]] = {}
@@ -97,11 +102,14 @@ class Arrivals:
     @property
     def _note_version(self) -> Callable[[Tensor], None]:
         noted, versions, unfinished = self.noted, self._versions, self._unfinished
-        queue, ended = torch.autograd.Variable._execution_engine.queue_callback, self._ended
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        begins, ended = self._begins, self._ended
 
         def end(task: int) -> None:
-            arrived = unfinished.pop(task, [])
-            ended(arrived)
+            if task not in unfinished:  # dropped meanwhile
+                return
+            arrived, begun = unfinished.pop(task)
+            ended(arrived, begun)
             for param in arrived:
                 if param.grad is not None:
                     versions[id(param)] = (weakref.ref(param), weakref.ref(param.grad), param.grad._version)
@@ -114,11 +122,11 @@ class Arrivals:
             if task not in unfinished:
                 if task == -1:
                     return
-                unfinished[task] = []
+                unfinished[task] = ([], begins())
                 # Queued from the end of the queue: after the hooks of others and DDP's reducer, which may
                 # write gradients while backward runs.
                 queue(lambda: queue(lambda: end(task)))
-            unfinished[task].append(param)
+            unfinished[task][0].append(param)
 
         return note
 

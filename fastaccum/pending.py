@@ -96,12 +96,16 @@ class Pending:
 
         wrapper = self._owner
 
-        def ended(arrived: list[Tensor]) -> None:
+        def begins() -> Any:
+            owner = wrapper()
+            return () if owner is None else owner._replicas.stamps(owner._roster.params)
+
+        def ended(arrived: list[Tensor], begun: Any) -> None:
             owner = wrapper()
             if owner is not None:
-                owner._replicas.look(owner._roster.params, arrived)
+                owner._replicas.look(owner._roster.params, arrived, begun)
 
-        self.arrivals = Arrivals(owner, hook if self._in_backward else None, ended)
+        self.arrivals = Arrivals(owner, hook if self._in_backward else None, begins, ended)
 
     @property
     def in_window(self) -> bool:

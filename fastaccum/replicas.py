@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fastaccum import fsdp
 
 Weight = tuple[str, "float | Tensor"]  # (kind, items)
+Stamps = Sequence[tuple[Any, list[int]]]
 
 # Every DDP module of this process. torch keeps no list of them, and the user need not tell the wrapper.
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -88,16 +89,23 @@ class Replicas:
         pairs = [(reference(), ids) for reference, ids in self._covered]
         return [(module, ids) for module, ids in pairs if module is not None]
 
-    def look(self, params: Sequence[Tensor], arrived: Iterable[Tensor]) -> None:
+    def stamps(self, params: Sequence[Tensor]) -> Stamps:
+        """When each module's gradients became ready to be reduced, lately; taken as a backward begins."""
+        return [(module, list(module.reducer.get_backward_stats())) for module, _ in self.covering(params)]
+
+    def look(self, params: Sequence[Tensor], arrived: Iterable[Tensor], begun: Stamps = ()) -> None:
         """Notes which modules have reduced what a backward has just brought.
 
         Args:
             params: the wrapper's.
             arrived: those that the backward is known to have reached.
+            begun: the stamps as it began, where that is known. Backward calls may be nested (checkpointing),
+                so what was seen last may be of its own middle.
         """
         brought: set[int] | None = None
+        before = {id(module): stamps for module, stamps in begun}
         for module, ids in self.covering(params):
-            if self._has_reduced(module):
+            if self._has_reduced(module, before.get(id(module))):
                 self._reduced[module] = True
                 self._looked.add(module)
                 continue
@@ -106,10 +114,11 @@ class Replicas:
                 self._reduced[module] = False
                 self._looked.add(module)
 
-    def _has_reduced(self, module: Any) -> bool:
-        """Whether DDP has reduced since the last look: it notes when each gradient became ready for that."""
+    def _has_reduced(self, module: Any, before: list[int] | None = None) -> bool:
+        """Whether DDP has reduced since then, or the last look: it stamps gradients that are ready for it."""
         stamps = list(module.reducer.get_backward_stats())
-        before, self._stamps[module] = self._stamps[module], stamps
+        before = self._stamps[module] if before is None else before
+        self._stamps[module] = stamps
         # The first backward of a static graph leaves no stamps, and cannot be under no_sync().
         return stamps != before or (module.static_graph and not any(stamps))
 
@@ -250,11 +259,16 @@ class Replicas:
             self.weight = None
 
     def drop(self) -> None:
-        """The window is dropped, and with it what is held in ``.grad``."""
+        """The window is dropped, and with it what is held in ``.grad``; a pending micro-batch stays."""
         for param, _ in self.held.values():
             param.grad = None
         self.held = {}
-        self.closed(set(), self.inside, None)
+        if not self.inside:
+            self.weight = None
+
+    def drop_pending(self) -> None:
+        """The pending micro-batch is dropped, and with it what its backward calls have reduced."""
+        self._looked.clear()
 
 
 _INSIDE = (

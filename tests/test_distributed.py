@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("no gloo in this torch", allow_module_level=True)
 
+import torch.utils.checkpoint  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
@@ -613,6 +614,35 @@ def test_where_the_first_parameters_are_frozen(both):
 
 
 @check
+def checkpointed(rank):
+    """Re-entrant checkpointing: a backward within a backward."""
+    module = Net()
+    model = DDP(module)
+    optimizer = FusedAccumulator(torch.optim.SGD(module.parameters(), lr=1.0), 1)
+    for x in data(rank, 2):
+        x.requires_grad_()
+        wrapped = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        wrapped.square().mean().backward()
+        optimizer.step()
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    first = inner[0].forward
+    inner[0].forward = lambda x: torch.utils.checkpoint.checkpoint(first, x, use_reentrant=True)
+    model = DDP(inner)
+    again = FusedAccumulator(torch.optim.SGD(inner.parameters(), lr=1.0), 1, nonfinite_micro_batch="drop")
+    for x in data(rank, 2):
+        x.requires_grad_()
+        model(x).square().mean().backward()
+        again.step()
+    return [p.detach().clone() for p in inner.parameters()]
+
+
+def test_a_backward_within_a_backward(both):
+    a, b = both("checkpointed")
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert both.warnings("checkpointed") == [[], []]
+
+
+@check
 def two_losses(rank):
     """DDP reduces the first of two backward calls over one forward; the second waits, as in stock."""
     values = []
@@ -652,6 +682,22 @@ def saved(rank):
         send(again_model, again_optimizer, 2 + rank, sync)
         again_optimizer.step()
     return again.weight.item(), optimizer.micro_step
+
+
+@check
+def loaded_with_pending(rank):
+    """A window is loaded between a reduced backward and its step()."""
+    module, model, optimizer = one(rank, 2)
+    for _ in range(4):
+        send(model, optimizer, 1 + rank, True)
+        optimizer.load_window_state_dict(optimizer.window_state_dict())
+        optimizer.step()
+    return module.weight.item()
+
+
+def test_what_was_reduced_is_known_after_a_load(both):
+    assert both("loaded_with_pending") == [-3.0] * 2
+    assert both.warnings("loaded_with_pending") == [[], []]
 
 
 def test_unreduced_gradients_are_saved(both):
