@@ -86,7 +86,7 @@ $(TRITON_STAMP): $(STAMP)
 BRIDGES_ENV := .venv/bridges
 BRIDGES_STAMP := $(BRIDGES_ENV)/.installed-$(KEY)
 test-bridges: $(BRIDGES_STAMP)
-	OMP_NUM_THREADS=1 $(BRIDGES_ENV)/bin/python -m pytest -q tests/bridges $(ARGS)
+	OMP_NUM_THREADS=1 $(BRIDGES_ENV)/bin/python -m pytest -q tests/bridges tests/test_docs.py -k "bridges or library" $(ARGS)
 
 $(BRIDGES_STAMP): $(STAMP) requirements/bridges.txt
 	$(BIN)/python -m venv --without-pip $(BRIDGES_ENV)

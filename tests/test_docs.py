@@ -219,11 +219,15 @@ def strings_in(node):
 
 # Not for users: what cannot happen, and what only the build's own search of a toolkit says to itself.
 INTERNAL = ("AssertionError", "CudaError")
+# Calls that say something, or make the error that somebody else raises.
+SAY = ("warnings.warn", "logger.warning", "ImportError")
 
 
 def messages():
     """(place, template) of every message that is raised, warned of, or given as a reason."""
-    for path in [*sorted(ROOT.glob("fastaccum/*.py")), ROOT / "setup.py"]:
+    paths = [*ROOT.glob("fastaccum/*.py"), *ROOT.glob("fastaccum/bridges/*.py")]
+    paths += [path for path in ROOT.glob("fastaccum/mindspore/*.py") if path.name != "demo.py"]
+    for path in [*sorted(paths), ROOT / "setup.py"]:
         tree = ast.parse(path.read_text())
         named = {
             node.targets[0].id: template(node.value)
@@ -235,7 +239,7 @@ def messages():
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 if ast.unparse(node.exc.func) not in INTERNAL:
                     found = [said(node.exc.args[0], named)]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in SAY:
                 found = [said(node.args[0], named)]
             elif isinstance(node, ast.FunctionDef) and "reasons_against" in node.name:
                 given = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
@@ -249,7 +253,7 @@ def messages():
             elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TEXTS":
                 found = [template(value) for value in node.value.values]
             for text in found:
-                if text is not None and text != GAP:
+                if text is not None and " " in text:
                     yield f"{path.name}:{node.lineno}", re.sub(r"\{\w+\}", GAP, text)
 
 
