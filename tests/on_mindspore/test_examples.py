@@ -19,14 +19,14 @@ README = ROOT / "README.md"
 def test_the_readmes_code(tmp_path):
     (code,) = re.findall(r"```py\n(.*?)```", README.read_text(), re.DOTALL)
     file = tmp_path / "example.py"  # MindSpore compiles from files
-    file.write_text(code + "print(optimizer.optimizer.global_step)\n")
+    file.write_text(code + "print(int(optimizer.optimizer.global_step.asnumpy()[0]))\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
     done = subprocess.run(
         [sys.executable, str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"norm of the last window \d+\.\d{3}, skipped 0\n", done.stdout)
-    assert re.search(r"value=\s*\[6\]|\[6\]", done.stdout)  # three windows each way
+    assert done.stdout.endswith("\n6\n")  # three windows each way
 
 
 def test_the_demo_agrees_with_mindspores_own_accumulation(tmp_path):
@@ -45,7 +45,7 @@ def test_the_demo_tells_when_trainings_differ(monkeypatch, capsys):
 
     class Wrong(demo.Fused):
         def run(self, batches):
-            return super().run(batches[:-1])
+            return super().run([batches[0]] * len(batches))
 
     monkeypatch.setitem(demo.WAYS, "fastaccum", Wrong)
     assert demo.main(["--quick"]) == 1
