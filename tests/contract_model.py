@@ -202,9 +202,9 @@ class ContractModel:
             self._agree((kind, 1.0))
 
         # From here on nothing raises but nonfinite="error".
-        self.told |= found_inf
         if self.drops and items > 0.0 and not all(bool(grad.isfinite().all()) for grad in held.values()):
-            items = 0.0
+            items, found_inf = 0.0, False  # gone, and what the scaler has found with it
+        self.told |= found_inf
         if items > 0.0:  # a weight of 0 selects nothing, not even 0 * NaN
             for param, grad in held.items():
                 add = items * grad if kind == "weight" else grad
@@ -289,7 +289,10 @@ class ContractModel:
             return
         self.norm = self._norm_of(list(finished.values()))
         is_finite = all(bool(g.isfinite().all()) for g in finished.values())
-        skips = self.told or (self.nonfinite != "propagate" and not is_finite)
+        judges = (
+            self.nonfinite != "propagate" or self.growth_interval
+        )  # a scaler of its own skips in any case
+        skips = self.told or (judges and not is_finite)
         if skips and self.nonfinite == "error":
             raise RuntimeError("not finite")
         self.norms = {p: self._norm_of([g]) for p, g in finished.items()}
