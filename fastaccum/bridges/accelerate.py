@@ -68,7 +68,8 @@ class FusedAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         if self.distributed_type not in _SERVED:
             raise NotImplementedError(
-                f"FusedAccelerator works on one process and with DDP, not with {self.distributed_type}"
+                f"FusedAccelerator works on one process and with DDP, not with {self.distributed_type}: "
+                "use FusedAccumulator in a loop of your own"
             )
         self._options = options
         self.accumulators: list[DrivenAccumulator] = []

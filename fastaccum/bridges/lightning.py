@@ -100,7 +100,8 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         )
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise NotImplementedError(
-            f"FusedWindows works on one device and with DDP, not with {type(trainer.strategy).__name__}"
+            f"FusedWindows works on one device and with DDP, not with {type(trainer.strategy).__name__}: "
+            "use FusedAccumulator in a loop of your own"
         )
     if isinstance(trainer.optimizers[0], FusedAccumulator):
         raise ValueError(
