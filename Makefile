@@ -2,7 +2,7 @@
 #
 #   make demo [ARGS=--quick]     two trainings, with the plain loop and with FusedAccumulator
 #   make test [ARGS=...]         the whole test suite
-#   make test-quick              its quick part, under a minute
+#   make test-quick              its quick part, a few minutes
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
 #   make coverage                test, test-emulated, test-triton, test-bridges; the share of fastaccum/ reached
