@@ -108,6 +108,16 @@ def why_pure():
     return None
 
 
+def require_compiler():
+    """Raises if there is no C++ compiler: asked first, as nothing that comes after it could help."""
+    if find_compiler() is None:
+        tried = os.environ.get("CXX") or "g++, c++ and clang++"
+        raise BuildError(
+            f"no C++ compiler was found (tried {tried}). Install g++, set CXX, or set "
+            "FASTACCUM_NATIVE=0 to build without native code."
+        )
+
+
 def package_folders():
     """Returns where the target interpreter's packages may lie."""
     paths = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
@@ -425,12 +435,7 @@ class BuildNative(build_ext):
 
     def run(self):
         """Builds the libraries and copies them into the package."""
-        if find_compiler() is None:
-            tried = os.environ.get("CXX") or "g++, c++ and clang++"
-            raise BuildError(
-                f"no C++ compiler was found (tried {tried}). Install g++, set CXX, or set "
-                "FASTACCUM_NATIVE=0 to build without native code."
-            )
+        require_compiler()
         python_h = Path(sysconfig.get_path("include"), "Python.h")
         if not python_h.is_file():
             raise BuildError(
@@ -486,6 +491,9 @@ class BuildPackage(build_py):
 
     def run(self):
         """Starts from an empty folder, so that no file of an earlier build is packed."""
+        reason = why_pure()
+        if not reason:
+            require_compiler()
         folder = Path(self.build_lib, "fastaccum")
         if self.editable_mode:
             folder = ROOT / "fastaccum"
@@ -494,7 +502,6 @@ class BuildPackage(build_py):
         else:
             shutil.rmtree(folder, ignore_errors=True)
         super().run()
-        reason = why_pure()
         if reason:
             print(f"fastaccum: building WITHOUT native code: {reason}", flush=True)
         (folder / NOTE).write_text(f"{reason or 'built with torch ' + find_torch()[1]}\n")

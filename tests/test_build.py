@@ -206,7 +206,7 @@ def test_pure_wheel_holds_its_reason(tree, bare_python, tmp_path, switch, reason
 )
 def test_native_switch_is_strict(tree, bare_python, tmp_path, switches, words):
     result = run_bare("build_wheel", tree, tmp_path / "out", bare_python, **switches)
-    assert result.returncode != 0 and words in result.stdout
+    assert result.returncode != 0 and words in result.stdout, result.stdout
 
 
 @needs_sources
