@@ -1139,6 +1139,7 @@ class FusedAccumulator(Optimizer):
             "inner": self._inner,
             "options": dict(self._options),
             "scaler": self._scaling.scaler,
+            "late": self._scaling.late,
             "window": self.window_state_dict(),
             "norm": self._outcome.norm.clone(),
             "updated": self._updated,
@@ -1151,6 +1152,7 @@ class FusedAccumulator(Optimizer):
             self._inner.__setstate__(state)
             return
         self._start(state["inner"], dict(state["options"]), state.get("scaler"))
+        self._scaling.catch_up(state.get("late"))
         self.load_window_state_dict(state["window"])
         self._outcome.norm.copy_(state["norm"])
         self._outcome.skip.copy_(state["skip"])

@@ -39,12 +39,13 @@ class Scaling:
 
     Attributes:
         scaler: the one given as ``scaler=``, if it is enabled.
+        late: what an update of it that waits for the pending micro-batch has to go by.
     """
 
     def __init__(self, owner: Any, scaler: GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._owner = weakref.ref(owner)
-        self._late: Tensor | None = None  # found_inf of a window that was flushed beside a micro-batch
+        self.late: Tensor | None = None  # found_inf of a window that was flushed beside a micro-batch
         if scaler is not None:
             _owners[scaler] = self._owner
 
@@ -79,14 +80,20 @@ class Scaling:
         if self.scaler is None or self.scaler._scale is None:
             return
         if is_pending:
-            self._late = found_inf.clone()
+            self.late = found_inf.clone()
         else:
             self._update(found_inf)
 
     def end_micro_batch(self) -> None:
         """Nothing is pending: an update that had to wait is made."""
-        if self._late is not None:
-            late, self._late = self._late, None
+        if self.late is not None:
+            late, self.late = self.late, None
+            self._update(late)
+
+    def catch_up(self, late: Tensor | None) -> None:
+        """In a copy, which has no pending gradients: makes the update that waits for the original's."""
+        if self.scaler is not None and late is not None:
+            self.scaler.scale(late)  # a copied scaler has no scale before its first use
             self._update(late)
 
     def _update(self, found_inf: Tensor) -> None:

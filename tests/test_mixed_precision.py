@@ -195,6 +195,23 @@ def test_the_own_scale_waits_for_a_micro_batch_that_is_pending_at_a_flush(then):
     assert scaler.get_scale() == (32.0 if then == "step" else 16.0)
 
 
+@pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_without_what_is_pending_has_the_scale_that_waited_for_it(by):
+    p = parameter([0.0])
+    scaler = scaler_of(growth_interval=1)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    optimizer.backward((p * 2.0).sum())
+    optimizer.step()
+    optimizer.backward((p * 4.0).sum())
+    optimizer.flush()
+    other, its_scaler = by((optimizer, scaler))
+    assert its_scaler.get_scale() == 16.0 and scaler.get_scale() == 8.0
+    ((q,),) = (group["params"] for group in other.param_groups)
+    other.backward((q * 4.0).sum())
+    other.step()
+    assert other.flush() and q.item() == -6.0 and its_scaler.get_scale() == 32.0
+
+
 def test_the_own_scale_shrinks_after_a_window_that_is_not_finite():
     p = parameter([1.0])
     scaler = scaler_of(8.0)
