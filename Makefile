@@ -1,8 +1,9 @@
 # Every target does its own set-up, in .venv, and is quick when run again.
 #
 #   make demo [ARGS=--quick]     two trainings, with the plain loop and with FusedAccumulator
-#   make test [ARGS=...]         the whole test suite
-#   make test-quick              its quick part, a few minutes
+#   make test [ARGS=...]         the test suite
+#   make test-quick              the inner loop: some of it, in a minute
+#   make test-slow               what takes long: sanitizers and races in the emulation, planted faults, machine code
 #   make test-emulated           the accumulator's tests once more, on the emulated CUDA kernels
 #   make test-triton [TRITON=3.9.0]   the Triton kernels: interpreted, and compiled ahead of time
 #   make coverage                test, test-emulated, test-triton, test-bridges; the share of fastaccum/ reached
@@ -33,7 +34,7 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
+.PHONY: env demo test test-quick test-slow test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
   gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
@@ -43,11 +44,17 @@ demo: $(STAMP)
 	$(BIN)/python -m fastaccum demo $(ARGS)
 
 # A process per core; a file stays in one, as its tests share what they build.
+PARALLEL := -n auto --dist loadfile
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m "not slow" $(ARGS)
 
+INNER_LOOP := accumulator arguments clip_functions clipping docs failures field_cases fuzz groups layers layout \
+  mixed_precision ops parameters readme weights
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m quick $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m quick $(INNER_LOOP:%=tests/test_%.py) $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # What drives the wrapper; the ops themselves have their own tests on every backend.
 ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz groups hooks mixed_precision parameters state \

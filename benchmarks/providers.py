@@ -16,7 +16,16 @@ import torch
 
 from benchmarks.shapes import Shapes, numel
 
-LR, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.01, 1.0
+MAX_NORM = 1.0
+# What each update is made with, by the name of its class in torch.optim.
+UPDATES: dict[str, dict[str, object]] = {
+    "AdamW": {"lr": 1e-4, "weight_decay": 0.01},
+    "Adam": {"lr": 1e-4},
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01},
+}
+# The state that each keeps, and the power of the gradient in it.
+STATES = {"AdamW": {"exp_avg": 1, "exp_avg_sq": 2}, "SGD": {"momentum_buffer": 1}}
+STATES["Adam"] = STATES["AdamW"]
 
 
 class Unavailable(Exception):
@@ -41,19 +50,27 @@ def make_fresh(templates: list[torch.Tensor], scale: float) -> deque[torch.Tenso
 
 
 class WindowProvider:
-    """One way to train with windows of ``steps`` micro-batches."""
+    """One way to train with windows of ``steps`` micro-batches, and to update by ``update``."""
 
     averages = False  # divides by the number of micro-batches itself
+    update, dtype = "AdamW", torch.float32
 
-    def __init__(self, shapes: Shapes, steps: int) -> None:
-        self.params = [p.requires_grad_() for p in fill(shapes, 0.02, seed=1)]
+    def __init__(
+        self, shapes: Shapes, steps: int, update: str = "AdamW", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.params = [p.to(dtype).requires_grad_() for p in fill(shapes, 0.02, seed=1)]
         self.backward_order = self.params[::-1]
-        self.steps = steps
+        self.steps, self.update, self.dtype = steps, update, dtype
         self.optimizer = self.make_optimizer()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
         """The stock optimizer inside."""
-        return torch.optim.AdamW(self.params, lr=LR, weight_decay=WEIGHT_DECAY)
+        return getattr(torch.optim, self.update)(self.params, **UPDATES[self.update], **options)
+
+    def only(self, update: str, dtype: torch.dtype = torch.float32) -> None:
+        """Raises Unavailable for every other update and dtype: the provider has no other."""
+        if (self.update, self.dtype) != (update, dtype):
+            raise Unavailable(f"has {update} of {dtype} only")
 
     def arrive(self, fresh: deque[torch.Tensor], index: int) -> None:
         """Takes micro-batch ``index``'s gradients from the list, which is left empty."""
@@ -90,7 +107,7 @@ class Fastaccum(WindowProvider):
     backend = "native"
     averages = True
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
         accumulator = require("fastaccum", "FusedAccumulator")
         try:
             return accumulator(
@@ -119,6 +136,12 @@ class FastaccumReference(Fastaccum):
     backend = "reference"
 
 
+class FastaccumTriton(Fastaccum):
+    """The same on the Triton kernels, which need a GPU."""
+
+    backend = "triton"
+
+
 class StockLoop(WindowProvider):
     """The loop people write: `.grad` accumulates, the default AdamW updates."""
 
@@ -128,10 +151,14 @@ class StockLoop(WindowProvider):
             for param in self.backward_order:
                 param.grad = fresh.popleft()
 
+    def add(self) -> None:
+        """What backward does with the gradients of a later micro-batch; each is freed right after."""
+        for param in self.backward_order:
+            param.grad.add_(self.pending.popleft())
+
     def close(self, index: int) -> None:
         if index:
-            for param in self.backward_order:  # each is freed right after it was added
-                param.grad.add_(self.pending.popleft())
+            self.add()
         if index == self.steps - 1:
             self.total = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
             self.optimizer.step()
@@ -142,37 +169,97 @@ class StockLoop(WindowProvider):
 
 
 class StockBest(StockLoop):
-    """Stock PyTorch at its best: in-place adds, foreach clipping, fused AdamW."""
+    """Stock PyTorch at its best: in-place adds, foreach clipping, the fused update."""
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        # Fused SGD with momentum is wrong for bf16 in torch 2.13: its buffers get foreign values.
+        wrong = self.update == "SGD" and self.dtype == torch.bfloat16
+        return super().make_optimizer(**{"foreach" if wrong else "fused": True})
+
+
+class StockForeach(StockLoop):
+    """The loop with the foreach update."""
+
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        return super().make_optimizer(foreach=True)
+
+
+class StockCompiled(StockForeach):
+    """The loop with clip and update compiled as one (the adds are calls of backward)."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.end = torch.compile(self._end)
+
+    def _end(self) -> torch.Tensor:
+        total = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=True)
+        self.optimizer.step()
+        return total
+
+    def close(self, index: int) -> None:
+        if index:
+            self.add()
+        if index == self.steps - 1:
+            self.total = self.end()
+            self.optimizer.zero_grad()
 
 
 class TorchOptimi(StockLoop):
     """`torch-optimi`, whose AdamW takes the place of stock's."""
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return require("optimi", "AdamW")(self.params, lr=LR, weight_decay=WEIGHT_DECAY)
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        self.only("AdamW")
+        return require("optimi", "AdamW")(self.params, **UPDATES["AdamW"])
 
 
 class DeepSpeedCPU(StockLoop):
     """`DeepSpeedCPUAdam`, likewise."""
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        self.only("AdamW")
         adam = require("deepspeed.ops.adam", "DeepSpeedCPUAdam")
         try:
-            return adam(self.params, lr=LR, weight_decay=WEIGHT_DECAY)
+            return adam(self.params, **UPDATES["AdamW"])
         except Exception as error:  # it compiles itself here, which fails in many ways
             raise Unavailable(f"DeepSpeedCPUAdam did not build: {error}") from error
+
+
+class Apex(StockLoop):
+    """Apex's `FusedAdam`, which runs on a GPU only."""
+
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        self.only("AdamW")
+        return _on_a_gpu("apex.optimizers", "FusedAdam")(self.params, **UPDATES["AdamW"])
+
+
+class TransformerEngine(StockLoop):
+    """Transformer Engine's `FusedAdam`, likewise."""
+
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        self.only("AdamW")
+        adam = _on_a_gpu("transformer_engine.pytorch.optimizers", "FusedAdam")
+        return adam(self.params, **UPDATES["AdamW"])
+
+
+def _on_a_gpu(module: str, attribute: str) -> Callable:
+    if not torch.cuda.is_available():
+        raise Unavailable("needs a GPU, and there is none")
+    found = require(module, attribute)
+    raise Unavailable(f"{found.__module__} is here, but these cases are on the CPU: see make gpu-check")
 
 
 WINDOW_PROVIDERS: dict[str, type[WindowProvider]] = {
     "fastaccum": Fastaccum,
     "stock best": StockBest,
     "stock loop": StockLoop,
+    "stock foreach": StockForeach,
+    "stock compiled": StockCompiled,
     "fastaccum reference": FastaccumReference,
+    "fastaccum triton": FastaccumTriton,
     "torch-optimi": TorchOptimi,
     "deepspeed": DeepSpeedCPU,
+    "apex": Apex,
+    "transformer engine": TransformerEngine,
 }
 
 

@@ -77,7 +77,7 @@ class Scaling:
 
     def end_window(self, found_inf: Tensor, is_pending: bool) -> None:
         """Grows or shrinks the wrapper's own scale; later, if pending gradients carry the present one."""
-        if self.scaler is None or self.scaler._scale is None:
+        if self.scaler is None:
             return
         if is_pending:
             self.late = found_inf.clone()
@@ -92,12 +92,12 @@ class Scaling:
 
     def catch_up(self, late: Tensor | None) -> None:
         """In a copy, which has no pending gradients: makes the update that waits for the original's."""
-        if self.scaler is not None and late is not None:
-            self.scaler.scale(late)  # a copied scaler has no scale before its first use
+        if late is not None:
             self._update(late)
 
     def _update(self, found_inf: Tensor) -> None:
         assert self.scaler is not None
+        self.scaler.scale(found_inf)  # one that was copied or loaded has no scale before its first use
         state = self.scaler._per_optimizer_states[id(self._owner())]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         self.scaler.update()

@@ -12,6 +12,16 @@ from fastaccum import backends  # noqa: E402
 BACKENDS = ("native",)
 
 
+# They take a minute or so, the others seconds: begun first, or one process ends them alone.
+LONG = "lifecycle cuda_kernels distributed fuzz compiled gpu_check demo optim_db static_proof build_cuda kill".split()
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Puts the long files first."""
+    order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 def levels() -> tuple[str, ...]:
     """The instruction levels of the native code, best first; empty without it."""
     module, _ = backends.native_module()

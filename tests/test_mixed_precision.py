@@ -195,6 +195,23 @@ def test_the_own_scale_waits_for_a_micro_batch_that_is_pending_at_a_flush(then):
     assert scaler.get_scale() == (32.0 if then == "step" else 16.0)
 
 
+@pytest.mark.parametrize("by", ["deepcopy", "checkpoint"])
+def test_a_window_that_came_from_elsewhere_counts_for_the_scale(by):
+    p = parameter([0.0])
+    scaler = scaler_of(growth_interval=1)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2, scaler=scaler)
+    optimizer.backward((p * 2.0).sum())
+    optimizer.step()
+    if by == "deepcopy":
+        other, its_scaler = copy.deepcopy((optimizer, scaler))
+    else:
+        its_scaler = scaler_of(growth_interval=1)
+        its_scaler.load_state_dict(scaler.state_dict())
+        other = FusedAccumulator(torch.optim.SGD([parameter([0.0])], lr=1.0), 2, scaler=its_scaler)
+        other.load_state_dict(optimizer.state_dict())
+    assert other.flush() and its_scaler.get_scale() == 16.0 and scaler.get_scale() == 8.0
+
+
 @pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_without_what_is_pending_has_the_scale_that_waited_for_it(by):
     p = parameter([0.0])
