@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--json FILE] [--only NAME] [--plots DIR] [--list]`."""
+"""`python -m benchmarks [--quick] [--json FILE] [--only NAME] [--provider NAME] [--plots DIR] [--list] ...`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def all_cases() -> list[Case]:
     from benchmarks import bench_windows
 
     modules = [bench_windows]
-    for name in ("bench_clip", "bench_microbatch", "bench_memory", "bench_ops"):
+    for name in ("bench_clip", "bench_microbatch", "bench_training", "bench_memory", "bench_ops"):
         modules.append(__import__(f"benchmarks.{name}", fromlist=[name]))
     return [case for module in modules for case in module.cases()]
 
@@ -46,6 +46,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="cases whose name contains it"
     )
+    parser.add_argument(
+        "--provider",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="these providers only (fastaccum always runs: the others are compared with it)",
+    )
+    parser.add_argument(
+        "--pytest-benchmark-json",
+        type=Path,
+        metavar="FILE",
+        help="write a file for `pytest-benchmark compare`",
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="an earlier --json: do its ratios agree with this run's?"
+    )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the PNG plots here")
     parser.add_argument("--threads", type=int, default=2, help="threads of every provider")
     parser.add_argument(
@@ -69,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.child:
         by_name = {case.name: case for case in cases}
         wanted = [by_name[name] for name in sys.stdin.read().split("\n") if name]
-        return harness.child(wanted, options.quick, options.threads)
+        return harness.child(wanted, options.quick, options.threads, options.provider)
+    before = json.loads(options.compare.read_text()) if options.compare else None
     chosen, rows = select(cases, options.only, options.quick)
     allocators = options.allocator or list(harness.ALLOCATORS)[: 1 if options.quick else None]
     report = {
@@ -80,21 +97,33 @@ def main(argv: list[str] | None = None) -> int:
         "results": {},
     }
     arguments = ["--threads", str(options.threads)] + (["--quick"] if options.quick else [])
+    arguments += [word for name in options.provider for word in ("--provider", name)]
+    whole = dict(report, results={})  # with the samples
     with table.Progress(len(chosen) * len(allocators)) as progress:
         for allocator in allocators:
             results = report["results"][allocator] = list(rows)
+            whole["results"][allocator] = []
             names = [case.name for case in chosen]
             for event in harness.run_children(names, allocator, arguments):
                 if event["event"] == "environment":
                     report["environment"] = event["facts"]
                 elif event["event"] == "result":
+                    whole["results"][allocator].append(dict(event["result"]))
+                    event["result"].pop("samples", None)
                     results.append(event["result"])
                     if options.json:  # each time: a long run may be interrupted
                         options.json.write_text(json.dumps(report, indent=1) + "\n")
                 progress.on(event, allocator)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.pytest_benchmark_json:
+        from benchmarks.exchange import as_pytest_benchmark
+
+        text = json.dumps(as_pytest_benchmark(whole), indent=1)
+        options.pytest_benchmark_json.write_text(text + "\n")
     table.show(report)
+    if before is not None:
+        table.show_agreement(report, before)
     if options.plots:
         from benchmarks import plots
 

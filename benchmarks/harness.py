@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import stats
@@ -39,9 +39,12 @@ BESIDE = 1 << 30  # memory left to everybody else
 
 
 def run_case(
-    case: Case, rounds: int, on_round: Callable[[int], None] = lambda done: None
+    case: Case,
+    rounds: int,
+    on_round: Callable[[int], None] = lambda done: None,
+    only: Sequence[str] = (),
 ) -> dict[str, object]:
-    """Prepares ``case``, times it and returns its record."""
+    """Prepares ``case``, times it (the subject and the providers ``only``, if any) and returns its record."""
     free = available_memory()
     if case.memory + BESIDE > free:
         need = (case.memory + BESIDE) / 2**30
@@ -51,9 +54,15 @@ def run_case(
         reasons = "; ".join(f"{name}: {why}" for name, why in prepared.missing.items())
         return _skipped(case, reasons or "no provider can run it")
     samplers = dict(prepared.samplers)
+    if only:
+        wanted = {prepared.subject, *only}
+        samplers = {name: sampler for name, sampler in samplers.items() if name in wanted}
+        for name in set(only) - samplers.keys() - prepared.missing.keys():
+            prepared.missing[name] = "this case has no provider of that name"
     if case.roofline:
         samplers[ROOF] = _roofline()
-    return record(case, prepared, interleave(samplers, rounds, on_round))
+    samples = interleave(samplers, rounds, on_round)
+    return {**record(case, prepared, samples), "samples": samples}
 
 
 def _roofline() -> Callable[[], dict[str, float]]:
@@ -235,7 +244,7 @@ def _commit() -> str:
 # --- the child ---------------------------------------------------------------------------------
 
 
-def child(cases: list[Case], quick: bool, threads: int) -> int:
+def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()) -> int:
     """Runs ``cases`` in this process and prints one JSON line per event."""
     out, sys.stdout = sys.stdout, sys.stderr  # a library that prints must not break the stream
 
@@ -251,7 +260,7 @@ def child(cases: list[Case], quick: bool, threads: int) -> int:
         emit(event="start", name=case.name, rounds=rounds)
         started = time.perf_counter()
         try:
-            result = run_case(case, rounds, lambda done: emit(event="round", done=done))
+            result = run_case(case, rounds, lambda done: emit(event="round", done=done), only)
         except Exception as error:  # one broken case must not hide the others
             import traceback
 

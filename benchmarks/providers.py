@@ -21,7 +21,7 @@ MAX_NORM = 1.0
 UPDATES: dict[str, dict[str, object]] = {
     "AdamW": {"lr": 1e-4, "weight_decay": 0.01},
     "Adam": {"lr": 1e-4},
-    "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},  # weight decay would hide in the buffers that are compared
 }
 # The state that each keeps, and the power of the gradient in it.
 STATES = {"AdamW": {"exp_avg": 1, "exp_avg_sq": 2}, "SGD": {"momentum_buffer": 1}}

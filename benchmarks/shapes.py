@@ -34,6 +34,15 @@ def resnet50(classes: int = 1000) -> Shapes:
     return [*shapes, (classes, channels), (classes,)]
 
 
+def llama_layers(layers: int = 1, width: int = 4096, hidden: int = 11008) -> Shapes:
+    """Decoder layers of a 7 B Llama (Touvron et al. 2023): 202 M elements each, of its 32.
+
+    All of them are 27 GB of float32 parameters, and as much for each moment.
+    """
+    layer = [*[(width, width)] * 4, *[(hidden, width)] * 2, (width, hidden), (width,), (width,)]
+    return layer * layers
+
+
 def many_small(count: int = 2000, size: int = 512) -> Shapes:
     """Many tensors of few elements: the cost per tensor, not per byte."""
     return [(size,)] * count
@@ -52,6 +61,7 @@ def numel(shapes: Shapes) -> int:
 NAMED = {
     "gpt2-124m": gpt2,
     "resnet50": resnet50,
+    "7b-layer": llama_layers,
     "2000x512": many_small,
     "one-100m": one_huge,
     # Same tensor count and proportions as the big ones, small enough for a smoke test.

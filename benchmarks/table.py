@@ -9,6 +9,7 @@ import math
 import sys
 import time
 
+from benchmarks import agreement
 from benchmarks.goals import GOALS
 from benchmarks.harness import RESIDENT, ROOF
 
@@ -80,6 +81,15 @@ def show(report: dict) -> None:
     _print("Goals", ["work", "goal", "measured", "verdict", "default allocator"], rows)
 
 
+def show_agreement(report: dict, before: dict) -> None:
+    """Prints which ratios of two runs differ."""
+    rows, words = agreement.rows(report, before)
+    header = ["allocator", "case", "provider", "metric", "before", "now", "apart", "spread"]
+    if rows:
+        _print("Ratios that differ from the earlier run", header, rows)
+    print(f"\n{words}")
+
+
 def case_rows(result: dict) -> list[list[str]]:
     """Rows of one case: a line per provider and metric, and a line per thing that is missing."""
     if result["status"] != "ok":
@@ -99,7 +109,7 @@ def case_rows(result: dict) -> list[list[str]]:
                 f"{100 * summary['iqr'] / summary['median']:.1f}",
                 _estimate(against),
                 against.get("verdict", ""),
-                f"{share['GB/s']:.1f}" if share else "",
+                f"{share['GB/s']:.1f}" if share else _rate(result["facts"], summary["median"]),
                 _estimate(share),
             ])  # fmt: skip
     for name, peak in result.get("peak", {}).items():
@@ -109,6 +119,11 @@ def case_rows(result: dict) -> list[list[str]]:
         loops = ", ".join(f"{k} {v:.1f}" for k, v in result["roofline"].items())
         rows.append(["", "GB/s of loops", loops])
     return rows
+
+
+def _rate(facts: dict, seconds: float) -> str:
+    """What a training gets through, in its own unit."""
+    return f"{facts['items'] / seconds:,.0f} {facts['unit']}/s" if "items" in facts else ""
 
 
 def goal_rows(report: dict) -> list[list[str]]:
