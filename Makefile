@@ -34,8 +34,8 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-emulated test-triton test-bridges test-mindspore coverage bench counters static-proof \
-  gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
+.PHONY: env demo test test-quick test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
+  counters gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
 env: $(STAMP)

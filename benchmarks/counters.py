@@ -5,8 +5,8 @@ take per element (benchmarks/hot_loops.py), beside the values stored in benchmar
 exit status is 1 where they are more than 5 % apart, or where a name is measured and not stored or the
 reverse. --write stores what was measured; commit first, as the file names the commit.
 
-Counts are compared where they can be: the operators that PyTorch calls in turn are those of its minor version,
-and the instructions those of a compiler's major version.
+Compared is what can be: the operators that PyTorch calls in turn are those of its minor version, and the
+instructions those of a compiler's major version.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def show(report: dict, stored: dict | None) -> None:
     print("  ".join(f"{name}: {fact}" for name, fact in facts.items()))
 
     def cell(now: float | None, then: float | None) -> str:
-        text = "-" if now is None else f"{now:g}" if isinstance(now, int) else f"{now:.4f}"
+        text = "-" if now is None else str(now) if isinstance(now, int) else f"{now:.4f}"
         return text if stored is None or now == then else f"{text} [{'-' if then is None else f'{then:g}'}]"
 
     old = stored["windows"] if stored else {}
@@ -121,7 +121,7 @@ def show(report: dict, stored: dict | None) -> None:
         [loop, *(cell(new.get(f"{level}/{loop}"), old.get(f"{level}/{loop}")) for level in levels)]
         for loop in dict.fromkeys(name.partition("/")[2] for name in new)
     ]
-    built = "  ".join(report["instructions"]["facts"].values())
+    built = "{compiler}, valgrind {valgrind}, {architecture}".format(**report["instructions"]["facts"])
     table.print_table(f"Instructions per element, {built}; [stored]", ["loop", *levels], rows)
 
 

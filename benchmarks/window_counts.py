@@ -10,11 +10,11 @@ in the second window, as the first makes the optimizer's state, the buffers and 
 * allocations, bytes allocated: of PyTorch's allocator. A table that a C++ op keeps in a std::vector while it
   runs is not among them.
 * host reads: a value that Python or C++ asks of a tensor, and tensors that `cpu`, `tolist` or `numpy` bring
-  to the host. On a GPU each makes the host wait if the tensor lies there. (A CPU cannot tell whether `to(device)`
-  would be such a copy: it is not counted.)
+  to the host. On a GPU each makes the host wait if the tensor lies there. (A CPU cannot tell whether
+  `to(device)` would be such a copy: it is not counted.)
 
-Of the host reads here, stock's are those of its step counts, one per parameter: on a GPU they lie on the host,
-or the fused kernel reads them. Ours is one per window, whether to skip, asked where the answer is there
+Of the host reads here, stock's are those of its step counts, one per parameter: on a GPU they lie on the
+host, or the fused kernel reads them. Ours is one per window, whether to skip, asked where the answer is there
 already; "fastaccum, as on a GPU" has a backend that says that it is not, so that the device decides.
 """
 
@@ -37,8 +37,8 @@ STEPS = (1, 4)
 OURS = "fastaccum"
 AS_ON_GPU = "fastaccum, as on a GPU"
 NAMES = (OURS, AS_ON_GPU, "stock best", "stock loop")
-# Each read of one value ends in _local_scalar_dense, through item or is_nonzero or not: counting those as well
-# would count it three times.
+# Each read of one value ends in _local_scalar_dense: to count item and is_nonzero, through which it may have
+# come, would make three of it.
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 # They read memory that lies on the host, and dispatch nothing there, so the profiler cannot see them.
 COPIES_TO_HOST = ("tolist", "numpy", "cpu", "__array__")
