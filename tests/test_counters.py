@@ -28,6 +28,11 @@ needs_native = pytest.mark.skipif(
 each_of_ours = pytest.mark.parametrize("name", OURS)
 
 
+def assert_as_stored(measured, stored):
+    found = counters.differences(measured, stored)
+    assert not found, "\n".join(["", *found])  # all of them: pytest shortens a list
+
+
 def provider_of(flat_name):
     return flat_name.partition(": ")[0].split("/")[-1]
 
@@ -57,7 +62,7 @@ def test_our_windows_are_as_stored(ours):
     if counters.other_torch(STORED):  # then only what PyTorch has no part in
         measured = {name: n for name, n in measured.items() if counters.is_ours_alone(name)}
         stored = {name: n for name, n in stored.items() if counters.is_ours_alone(name)}
-    assert not counters.differences(measured, stored)
+    assert_as_stored(measured, stored)
 
 
 def test_stock_windows_are_as_stored():
@@ -65,13 +70,13 @@ def test_stock_windows_are_as_stored():
     if reason := counters.other_torch(STORED):
         pytest.skip(reason)
     stored = {name: n for name, n in WINDOWS.items() if provider_of(name) not in OURS}
-    assert not counters.differences(counters.flat(window_counts.measure_all(STOCK)), stored)
+    assert_as_stored(counters.flat(window_counts.measure_all(STOCK)), stored)
 
 
 def test_instructions_are_as_stored(instructions):
     if reason := counters.other_code(STORED):
         pytest.skip(reason)
-    assert not counters.differences(instructions, STORED["instructions"]["per element"])
+    assert_as_stored(instructions, STORED["instructions"]["per element"])
 
 
 # ------------------------------------------------------------------------------------- absolute claims
