@@ -11,6 +11,7 @@
 #   make test-mindspore [ARGS=...]    fastaccum.mindspore, in an environment of its own without torch
 #   make demo-mindspore [ARGS=--quick]   LeNet-5 in MindSpore, its own accumulation and TrainStep
 #   make bench [ARGS=...]        the benchmarks
+#   make counters [ARGS=--write] calls, allocations, instructions: what no other process disturbs; or store them
 #   make bench-mindspore [ARGS=...]   accumulate, clip and update, by MindSpore's operators and by fastaccum
 #   make static-proof            what the GPU kernels' machine code says (no GPU needed); writes the table
 #   make gpu-check [ARGS=...]    on a GPU: the kernels' proofs and times; see benchmarks/gpu_check.py
@@ -34,8 +35,8 @@ LINT_STAMP := .venv/.lint
 NATIVE_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*/*.h csrc/*/*.cpp)
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: env demo test test-quick test-slow test-emulated test-triton test-bridges test-mindspore coverage bench static-proof \
-  gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
+.PHONY: env demo test test-quick test-slow test-emulated test-triton test-bridges test-mindspore coverage bench \
+  static-proof counters gpu-check lint docs sanitize clean demo-mindspore bench-mindspore
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -128,6 +129,10 @@ $(MINDSPORE_STAMP): $(STAMP) requirements/mindspore.txt
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# Instructions need valgrind; without it they are left out.
+counters: $(STAMP)
+	$(BIN)/python -m benchmarks.counters $(ARGS)
+
 static-proof: $(STAMP)
 	$(BIN)/python -m benchmarks.static_proof $(ARGS)
 
@@ -139,7 +144,7 @@ gpu-check:
 lint: $(LINT_STAMP) $(TORCH_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # Its packages stand apart from .venv's. The API is read from the sources, so torch is not needed. With --quiet

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--json FILE] [--only NAME] [--provider NAME] [--plots DIR] [--list] ...`."""
+"""`python -m benchmarks [--quick] [--only NAME] [--provider NAME] [--json FILE] [--plots DIR] [--list] ...`."""
 
 from __future__ import annotations
 

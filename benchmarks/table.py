@@ -72,13 +72,13 @@ def show(report: dict) -> None:
     facts = report["environment"]
     print("  ".join(f"{name}: {fact}" for name, fact in facts.items()))
     for allocator, results in report["results"].items():
-        _print(
+        print_table(
             f"Cases, {allocator} allocator; time / fastaccum's, spread in brackets",
             ["case", "provider", "metric", "median ms", "IQR %", "times ours", "", "GB/s", "share"],
             [row for result in results for row in case_rows(result)],
         )
     rows = goal_rows(report)
-    _print("Goals", ["work", "goal", "measured", "verdict", "default allocator"], rows)
+    print_table("Goals", ["work", "goal", "measured", "verdict", "default allocator"], rows)
 
 
 def show_agreement(report: dict, before: dict) -> None:
@@ -86,7 +86,7 @@ def show_agreement(report: dict, before: dict) -> None:
     rows, words = agreement.rows(report, before)
     header = ["allocator", "case", "provider", "metric", "before", "now", "apart", "spread"]
     if rows:
-        _print("Ratios that differ from the earlier run", header, rows)
+        print_table("Ratios that differ from the earlier run", header, rows)
     print(f"\n{words}")
 
 
@@ -154,7 +154,8 @@ def _estimate(found: dict) -> str:
     return f"{found['value']:.3f}" + (f" ({spread:.3f})" if math.isfinite(spread) else " (?)")
 
 
-def _print(title: str, header: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints one table; a row may be shorter than the header."""
     width = len(header)
     rows = [row + [""] * (width - len(row)) for row in rows]
     if rich is None or not sys.stdout.isatty():
