@@ -63,6 +63,14 @@ ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz gr
 test-emulated: $(STAMP)
 	$(BIN)/python -m pytest -q --emulated $(ON_ANY_BACKEND:%=tests/test_%.py) $(ARGS)
 
+# An environment that has .venv's packages too, and whose own come first.
+define beside
+	$(BIN)/python -m venv --clear --without-pip $(1)
+	$(BIN)/python -c "import sysconfig as s; p = s.get_path('purelib'); \
+	  open(p.replace('.venv', '$(1)', 1) + '/base.pth', 'w').write( \
+	  f'import site; site.addsitedir({p!r})\n')"
+endef
+
 # A version of Triton beside the packages of .venv.
 TRITON ?= 3.9.0
 TRITON_ENV := .venv/triton-$(TRITON)
@@ -84,10 +92,7 @@ coverage: $(STAMP)
 	$(BIN)/python -m coverage report --fail-under=$(FLOOR)
 
 $(TRITON_STAMP): $(STAMP)
-	$(BIN)/python -m venv --without-pip $(TRITON_ENV)
-	$(BIN)/python -c "import sysconfig as s; p = s.get_path('purelib'); \
-	  open(p.replace('.venv', '$(TRITON_ENV)', 1) + '/base.pth', 'w').write( \
-	  f'import site; site.addsitedir({p!r})\n')"
+	$(call beside,$(TRITON_ENV))
 	$(PIP) --python $(TRITON_ENV)/bin/python install --no-deps triton==$(TRITON)
 	touch $@
 
@@ -98,10 +103,7 @@ test-bridges: $(BRIDGES_STAMP)
 	OMP_NUM_THREADS=1 $(BRIDGES_ENV)/bin/python -m pytest -q tests/bridges tests/test_docs.py -k "bridges or library" $(ARGS)
 
 $(BRIDGES_STAMP): $(STAMP) requirements/bridges.txt
-	$(BIN)/python -m venv --without-pip $(BRIDGES_ENV)
-	$(BIN)/python -c "import sysconfig as s; p = s.get_path('purelib'); \
-	  open(p.replace('.venv', '$(BRIDGES_ENV)', 1) + '/base.pth', 'w').write( \
-	  f'import site; site.addsitedir({p!r})\n')"
+	$(call beside,$(BRIDGES_ENV))
 	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(BRIDGES_ENV)/torch.txt
 	$(PIP) --python $(BRIDGES_ENV)/bin/python install -r requirements/bridges.txt -c $(BRIDGES_ENV)/torch.txt
 	touch $@
@@ -126,8 +128,18 @@ $(MINDSPORE_STAMP): $(STAMP) requirements/mindspore.txt
 	$(PIP) --python $(MINDSPORE_ENV)/bin/python install -r requirements/mindspore.txt
 	touch $@
 
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+# With the peers where they can be installed; where not, the table says so. DeepSpeed looks for ninja in PATH.
+PEERS_ENV := .venv/peers
+PEERS_STAMP := $(PEERS_ENV)/.installed-$(KEY)
+bench: $(PEERS_STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS_ENV)/bin/python -m benchmarks $(ARGS)
+
+$(PEERS_STAMP): $(STAMP) requirements/peers.txt
+	$(call beside,$(PEERS_ENV))
+	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(PEERS_ENV)/torch.txt
+	$(PIP) --python $(PEERS_ENV)/bin/python install --no-build-isolation -r requirements/peers.txt -c $(PEERS_ENV)/torch.txt \
+	  || echo 'the peers cannot be installed here: make bench runs without them'
+	touch $@
 
 # Instructions need valgrind; without it they are left out.
 counters: $(STAMP)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--only NAME] [--provider NAME] [--json FILE] [--plots DIR] [--list] ...`."""
+"""`python -m benchmarks`; --help tells its options."""
 
 from __future__ import annotations
 

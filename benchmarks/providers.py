@@ -59,6 +59,7 @@ class WindowProvider:
 
     averages = False  # divides by the number of micro-batches itself
     update, dtype = "AdamW", torch.float32
+    own_state = False  # keeps something else than stock's moments: held to its parameters only
 
     def __init__(
         self, shapes: Shapes, steps: int, update: str = "AdamW", dtype: torch.dtype = torch.float32
@@ -210,11 +211,13 @@ class StockCompiled(StockForeach):
 
 
 class TorchOptimi(StockLoop):
-    """`torch-optimi`, whose AdamW takes the place of stock's."""
+    """`torch-optimi`, whose AdamW takes the place of stock's; its moments have their bias taken out."""
+
+    own_state = True
 
     def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
         self.only("AdamW")
-        return require("optimi", "AdamW")(self.params, **UPDATES["AdamW"])
+        return require("optimi", "AdamW")(self.params, betas=(0.9, 0.999), eps=1e-8, **UPDATES["AdamW"])
 
 
 class DeepSpeedCPU(StockLoop):

@@ -13,7 +13,9 @@ BACKENDS = ("native",)
 
 
 # They take a minute or so, the others seconds: begun first, or one process ends them alone.
-LONG = "lifecycle cuda_kernels distributed fuzz compiled gpu_check demo optim_db build_cuda counters kill".split()
+LONG = (
+    "lifecycle cuda_kernels distributed fuzz benchmarks compiled gpu_check demo optim_db build_cuda counters"
+).split()
 
 
 def pytest_collection_modifyitems(items) -> None:

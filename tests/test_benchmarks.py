@@ -330,13 +330,14 @@ def test_plots_are_written(tmp_path):
     for count in (1, 10):
         share = {"bytes": 100 * count, "GB/s": 1.0, "value": 0.5, "spread": 0.0}
         results.append({
-            "name": f"window/tensors-{count}/K=1", "status": "ok", "facts": {"tensors": count},
+            "name": f"window/tensors-{count}/K=1", "status": "ok",
+            "facts": {"tensors": count, "elements": 512},
             "providers": {"fastaccum": {"window": {"median": 1e-6 * count}}},
             "share": {"fastaccum": {"window": share}}, "roofline": {"triad": 10.0},
         })  # fmt: skip
     line = plots.write({"results": {harness.RESIDENT: results}}, tmp_path / "new")
     assert "roofline.png" in line
-    assert {p.name for p in (tmp_path / "new").iterdir()} == {"roofline.png", "tensor_count.png"}
+    assert {p.name for p in (tmp_path / "new").iterdir()} == {"roofline.png", "growth.png"}
     assert plots.write({"results": {harness.RESIDENT: []}}, tmp_path) == "no plots"
 
 

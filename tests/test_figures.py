@@ -1,0 +1,66 @@
+"""The README's figures and pictures are those of the committed run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks import readme  # noqa: E402
+from benchmarks.goals import GOALS  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not readme.README.is_file(), reason="runs from a checkout")
+
+
+@pytest.fixture(scope="module")
+def report():
+    return json.loads(readme.RUN.read_text())
+
+
+@pytest.mark.quick
+def test_the_figures_are_those_of_the_run(report):
+    text = readme.README.read_text()
+    assert readme.with_figures(text, report) == text, "run python -m benchmarks.readme"
+
+
+@pytest.mark.quick
+def test_another_run_gives_other_figures(report):
+    text = readme.README.read_text()
+    for result in report["results"]["resident"]:
+        for metrics in result.get("against", {}).values():
+            for estimate in metrics.values():
+                estimate["value"] *= 1.5
+    assert readme.with_figures(text, report) != text
+    with pytest.raises(ValueError, match="must have one block"):
+        readme.with_figures(text.replace("<!-- figures of help", "<!-- "), report)
+
+
+def test_the_pictures_are_of_the_run():
+    image = pytest.importorskip("PIL.Image")
+    named = set(re.findall(r"\((benchmarks/results/\w+\.png)\)", readme.README.read_text()))
+    assert named == {"benchmarks/results/roofline.png", "benchmarks/results/growth.png"}
+    for name in named:
+        with image.open(readme.ROOT / name) as picture:
+            assert picture.text["Source"] == readme.checksum(), f"{name}: run python -m benchmarks.readme"
+
+
+@pytest.mark.quick
+def test_the_run_says_where_it_was_made_and_has_every_goal(report):
+    facts = report["environment"]
+    assert {"cpu", "cores", "threads", "torch", "commit", "python", "fastaccum"} <= facts.keys()
+    assert not facts["commit"].endswith("+"), "made from a tree with changes that were not committed"
+    names = {result["name"] for result in report["results"]["resident"]}
+    assert {goal.case for goal in GOALS} <= names
+    assert all(result["status"] == "ok" for result in report["results"]["resident"])
+
+
+def test_every_result_is_named_in_the_readme_or_beside_it():
+    files = {path.name for path in Path(readme.PICTURES).iterdir()}
+    text = readme.README.read_text()
+    documents = "".join(path.read_text() for path in (readme.ROOT / "docs").glob("*.md"))
+    for name in files:
+        assert name in text or name in documents or name.removesuffix(".json") in text, name
