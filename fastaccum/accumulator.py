@@ -5,10 +5,11 @@ It decides when; the window holds gradients, the rules update, the ops do the ma
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fastaccum import (
     arguments,
@@ -202,6 +204,7 @@ class FusedAccumulator(Optimizer):
         self._updated = False
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
         self._clip_once: float | None = None
+        self._stays_open = False  # while micro-batch sizes are tried
         self._windows = 0  # closed so far
         self._news: observe.Arrived | None = None
         self._traffic = traffic.Traffic()
@@ -212,6 +215,7 @@ class FusedAccumulator(Optimizer):
         self._advice = Advice()
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
+        self._step_failure_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()
         self._optimizer_state_dict_post_hooks = OrderedDict()
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
@@ -492,7 +496,7 @@ class FusedAccumulator(Optimizer):
         if closure is not None and closure is not _NOT_GIVEN:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), self._told_of_failure():
             self._close_micro_batch(weight, count)
         return loss
 
@@ -529,6 +533,11 @@ class FusedAccumulator(Optimizer):
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
                 earlier micro-batches; or ``nonfinite="error"`` and the window's gradient is not finite.
         """
+        if self._stays_open:
+            raise RuntimeError(
+                "find_micro_batch_size() is trying sizes, and what they leave in the window is dropped: its "
+                "step_fn must not call flush()"
+            )
         self._pending.check_whole()
         self._pending.check_apart(self._micro_step, "flush() cannot leave the pending micro-batch out")
         self._check_held_apart("flush() cannot leave the pending micro-batch out")
@@ -536,7 +545,7 @@ class FusedAccumulator(Optimizer):
         self._updated = False
         if self._micro_step == 0:
             return False
-        with torch.no_grad():
+        with torch.no_grad(), self._told_of_failure():
             self._replicas.check_held(self._roster.params)
             self._run_hooks("pre")
             self._sync_slots()
@@ -668,6 +677,7 @@ class FusedAccumulator(Optimizer):
         if found_inf is not None:
             self._outcome.tell(found_inf)
         self._enter(entries, factor, scale, closing)
+        del entries  # what was added must not be alive beside the temporaries of an inner optimizer's step
         self._clear_grads(unreduced, weighed, inside)
         if self._weight_kind is None:
             self._weight_kind = kind
@@ -991,6 +1001,25 @@ class FusedAccumulator(Optimizer):
                     raise RuntimeError(
                         f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}."
                     )
+
+    def register_step_failure_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """``hook()`` is called when ``step()`` or ``flush()`` raises, perhaps after the step pre-hooks.
+
+        A step pre-hook that changes something until the post-hook puts it back needs it, as an update that
+        raises has no post-hook.
+        """
+        handle = RemovableHandle(self._step_failure_hooks)
+        self._step_failure_hooks[handle.id] = hook
+        return handle
+
+    @contextlib.contextmanager
+    def _told_of_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for hook in list(self._step_failure_hooks.values()):
+                hook()
+            raise
 
     # ----------------------------------------------------------------------------------------- slots
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastaccum import arguments
+from fastaccum.buffers import Buffers
 
 TO = ("group", "sync", "frozen")
 
@@ -45,6 +46,10 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 # ------------------------------------------------------------------------------------- conversion
 
 
+# Layers that run one of these do nothing besides.
+_OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
 class FrozenBatchNorm(nn.Module):
     """A BatchNorm that always normalises by its running statistics and never changes them.
 
@@ -67,6 +72,7 @@ class FrozenBatchNorm(nn.Module):
         self.register_parameter("bias", source.bias)
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(source, name))
+        self.register_load_state_dict_pre_hook(_without_count)
         self.train(source.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,11 +87,17 @@ class FrozenBatchNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}"
 
 
+def _without_count(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A BatchNorm's state from before torch 0.4.1 lacks the number of batches, which nothing here needs."""
+    if getattr(module, "num_batches_tracked", None) is not None:
+        state.setdefault(f"{prefix}num_batches_tracked", torch.tensor(0))
+
+
 def convert_batch_norm(
     model: nn.Module,
     to: str,
     *,
-    groups: int = 32,
+    groups: int | None = None,
     channels_per_group: int | None = None,
     process_group: Any = None,
 ) -> nn.Module:
@@ -106,7 +118,7 @@ def convert_batch_norm(
     Args:
         model: changed in place, unless it is itself a BatchNorm.
         to: ``"group"``, ``"sync"`` or ``"frozen"``.
-        groups: with ``"group"``, the most groups that a layer gets, at least 1.
+        groups: with ``"group"``, the most groups that a layer gets, 32 by default.
         channels_per_group: with ``"group"``, exactly that many channels in every group instead.
         process_group: with ``"sync"``, the ranks to join; all by default.
 
@@ -119,9 +131,18 @@ def convert_batch_norm(
     """
     layers = batch_norms(model)
     arguments.choice(to, "to", TO)
-    arguments.whole(groups, "groups", 1, "groups of channels, at most")
-    if channels_per_group is not None:
-        arguments.whole(channels_per_group, "channels_per_group", 1, "channels in each group")
+    for name, layer in layers.items():
+        if type(layer).forward not in _OWN_FORWARDS or nn.utils.parametrize.is_parametrized(layer):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(layer).__name__}, which does more than a BatchNorm "
+                "(a forward or a parametrization of its own), and that would be lost: replace it yourself"
+            )
+    for argument, value in (("groups", groups), ("channels_per_group", channels_per_group)):
+        if value is not None:
+            arguments.whole(value, argument, 1, "of the channels")
+            if to != "group":
+                raise ValueError(f"groups of channels ({argument}=) go with to='group', not with to={to!r}")
+    groups = 32 if groups is None else groups
     if process_group is not None and to != "sync":
         raise ValueError(f"process_group goes with to='sync', not with to={to!r}")
     if to == "sync":
@@ -160,13 +181,14 @@ def _number_of_groups(name: str, layer: _BatchNorm, most: int, exactly: int | No
                 f"{name or 'the model'} has {channels} channels, which channels_per_group={exactly} does not "
                 f"divide: {', '.join(map(str, sizes))} do"
             )
-        return channels // exactly
     one_dimensional = isinstance(layer, nn.BatchNorm1d)
-    if channels == 1 and one_dimensional:
+    if one_dimensional and 1 in (channels, exactly):
         raise ValueError(
-            f"{name or 'the model'} is a BatchNorm1d of one channel: a GroupNorm of one value is constant. "
-            "Use to='frozen' or to='sync', or remove the layer"
+            f"{name or 'the model'} is a BatchNorm1d: a GroupNorm with one channel in a group normalises a "
+            "single value there, and is constant. Use more channels_per_group, to='frozen' or to='sync'"
         )
+    if exactly is not None:
+        return channels // exactly
     least = min(channels, 8 if one_dimensional else 2)
     return max(n for n in range(1, most + 1) if channels % n == 0 and channels // n >= least)
 
@@ -205,7 +227,8 @@ class BatchNormWatch:
     def __init__(self, layers: Mapping[str, _BatchNorm], minimum: int) -> None:
         self._minimum = minimum
         self._handles = {
-            name: layer.register_forward_pre_hook(self._hook(name)) for name, layer in layers.items()
+            name: layer.register_forward_pre_hook(_Look(self, name), with_kwargs=True)
+            for name, layer in layers.items()
         }
 
     def remove(self) -> None:
@@ -214,19 +237,16 @@ class BatchNormWatch:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not layer.training and layer.running_mean is not None:
-                return  # it uses its running statistics
-            self._handles.pop(name).remove()
-            x = inputs[0]
-            values = x.numel() // layer.num_features * _ranks(layer)
-            if values < self._minimum:
-                left = len(self._handles)
-                self.remove()
-                self._warn(name, values, left)
-
-        return look
+    def look(self, name: str, layer: Any, x: Tensor) -> None:
+        """Looks at what a layer gets, once."""
+        if not layer.training and layer.running_mean is not None:
+            return  # it uses its running statistics
+        self._handles.pop(name).remove()
+        values = x.numel() // layer.num_features * _ranks(layer)
+        if values < self._minimum:
+            left = len(self._handles)
+            self.remove()
+            self._warn(name, values, left)
 
     def _warn(self, name: str, values: int, left: int) -> None:
         error = f"about {100 * math.sqrt(2 / (values - 1)):.0f} %" if values > 1 else "beyond measure"
@@ -238,6 +258,32 @@ class BatchNormWatch:
             UserWarning,
             stacklevel=_callers_level(),
         )
+
+
+class _Look:
+    """The hook of one layer. In a copy of the model, pickled or not, it does nothing: that is not watched."""
+
+    def __init__(self, watch: BatchNormWatch, name: str) -> None:
+        self._watch, self._name = watch, name
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._watch.look(self._name, layer, _input(inputs, kwargs))
+
+    def __reduce__(self) -> Any:
+        return _looks_away, ()
+
+
+def _looks_away() -> Callable[..., None]:
+    return _look_away
+
+
+def _look_away(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook of a layer that was copied."""
+
+
+def _input(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer was called with, by position or as ``input=``."""
+    return inputs[0] if inputs else kwargs["input"]
 
 
 def _callers_level() -> int:
@@ -324,11 +370,14 @@ def virtual_batch_norm_statistics(
     of everything together in training mode would give.
 
     Later layers depend on the statistics of earlier ones, so the layers are measured one after the other:
-    one pass over ``loader`` per BatchNorm layer, each ended where it reaches that layer, without gradients.
-    Other layers run in evaluation mode (no dropout). On several ranks each uses its own loader.
+    one pass over ``loader`` per BatchNorm layer, each ended where it reaches that layer, without gradients,
+    and one before to see which comes when. Other layers run in evaluation mode (no dropout). A BatchNorm that
+    is in evaluation mode in a model that trains was frozen, and stays as it is; so does one that no
+    micro-batch reaches, with a warning. On several ranks each uses its own loader.
 
     Args:
-        model: a model with BatchNorm layers; their statistics are written in place, nothing else changes.
+        model: a model with BatchNorm layers; their statistics are written in place, nothing else changes
+            (other buffers are put back).
         loader: micro-batches; it is gone through several times and must give the same rows each time, in any
             order and split.
         forward: ``forward(model, batch)`` runs the model; by default a batch that is a tensor is its input,
@@ -337,15 +386,17 @@ def virtual_batch_norm_statistics(
     Raises:
         TypeError: ``loader`` is an iterator, which can be gone through once only.
         ValueError: no BatchNorm with running statistics is reached, one runs several times in a forward pass,
-            or ``loader`` holds fewer than two values per channel. Statistics are unchanged then, as after
-            an error of ``forward``.
+            or ``loader`` holds fewer than two values per channel, or values that are not finite. Statistics
+            are unchanged then, as after an error of ``forward``.
         RuntimeError: which BatchNorm runs first depends on the data.
     """
     layers: dict[Any, str] = {
-        layer: name for name, layer in batch_norms(model).items() if layer.running_mean is not None
+        layer: name
+        for name, layer in batch_norms(model).items()
+        if layer.running_mean is not None and (layer.training or not model.training)
     }
     if not layers:
-        raise ValueError("no BatchNorm layer of this model keeps running statistics")
+        raise ValueError("no BatchNorm layer of this model keeps running statistics and is not frozen")
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of micro-batches, got {type(loader).__name__}")
     if iter(loader) is loader:
@@ -357,6 +408,7 @@ def virtual_batch_norm_statistics(
     before = {layer: (layer.running_mean.clone(), layer.running_var.clone()) for layer in layers}
     modes = {module: module.training for module in model.modules()}
     unbiased: dict[Any, Tensor] = {}
+    others = Buffers(model, (t for layer in layers for t in (layer.running_mean, layer.running_var)))
     try:
         with torch.no_grad():
             model.eval()
@@ -367,6 +419,8 @@ def virtual_batch_norm_statistics(
                         f"loader holds {moments.count} values per channel for {layers[layer]}: a variance "
                         "needs two"
                     )
+                if not bool(moments.squares.isfinite().all()):
+                    raise ValueError(f"loader gives {layers[layer]} values that are not finite")
                 # Later layers must see what training mode gives them, and that divides by n.
                 layer.running_mean.copy_(moments.mean)
                 layer.running_var.copy_(moments.squares / moments.count)
@@ -379,6 +433,7 @@ def virtual_batch_norm_statistics(
             layer.running_var.copy_(variance)
         raise
     finally:
+        others.put_back()
         for module, training in modes.items():
             module.training = training
 
@@ -395,27 +450,44 @@ def _order(
     loader: Iterable[Any],
     run: Callable[[nn.Module, Any], Any],
 ) -> Iterator[Any]:
-    """The layers in the order in which the first micro-batch comes to them."""
+    """The layers in the order in which the micro-batches come to them."""
     calls: list[_BatchNorm] = []
+    order: list[_BatchNorm] = []
     handles = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in layers]
+    is_empty = True
     try:
         for batch in loader:
+            is_empty = False
+            calls.clear()
             run(model, batch)
-            break
-        else:
-            raise ValueError("loader holds no micro-batch")
+            for layer in set(calls):
+                if calls.count(layer) > 1:
+                    raise ValueError(
+                        f"BatchNorm layer {layers[layer]} runs {calls.count(layer)} times in one forward "
+                        "pass: one mean and variance cannot stand for all. Give each use a layer of its own"
+                    )
+            # A layer that this micro-batch is the first to reach comes right behind the one before it.
+            place = 0
+            for layer in calls:
+                if layer not in order:
+                    order.insert(place, layer)
+                place = order.index(layer) + 1
     finally:
         for handle in handles:
             handle.remove()
-    if not calls:
+    if is_empty:
+        raise ValueError("loader holds no micro-batch")
+    if not order:
         raise ValueError("the forward pass reaches no BatchNorm layer: pass forward=, as you run the model")
-    for layer in set(calls):
-        if calls.count(layer) > 1:
-            raise ValueError(
-                f"BatchNorm layer {layers[layer]} runs {calls.count(layer)} times in one forward pass: one "
-                "mean and variance cannot stand for all. Give each use a layer of its own"
-            )
-    return iter(calls)
+    missed = [name for layer, name in layers.items() if layer not in order]
+    if missed:
+        warnings.warn(
+            f"no micro-batch reaches {missed[0]} ({len(missed)} of {len(layers)} BatchNorm layers): the "
+            "statistics there stay as they are",
+            UserWarning,
+            stacklevel=3,
+        )
+    return iter(order)
 
 
 def _measure(
@@ -428,16 +500,16 @@ def _measure(
     """The moments of one layer's inputs; ``unknown`` are the layers without new statistics, it among them."""
     moments = _Moments(layer.num_features, layer.running_mean.device)
 
-    def reached(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def reached(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not layer:
             raise RuntimeError(
                 "which BatchNorm layer runs first depends on the micro-batch: their statistics cannot be "
                 "measured one after the other"
             )
-        moments.add(inputs[0])
+        moments.add(_input(inputs, kwargs))
         raise _Reached
 
-    handles = [module.register_forward_pre_hook(reached) for module in unknown]
+    handles = [module.register_forward_pre_hook(reached, with_kwargs=True) for module in unknown]
     try:
         for batch in loader:
             try:

@@ -242,7 +242,9 @@ class WarmUp:
 
     The learning rate is lowered just before an update and put back just after it, so what schedulers see
     and set is the full one: any scheduler works, made before or after, stepped on a metric or not at
-    all, and nothing has to be composed. For a FusedAccumulator an update is a closed window.
+    all, and nothing has to be composed. For a FusedAccumulator an update is a closed window. After an
+    update that raised the full rate is there again too; with another optimizer not at once, but in its
+    ``state_dict()`` and at the next update.
 
     Args:
         optimizer: a FusedAccumulator or any other optimizer; it holds the warm-up.
@@ -264,10 +266,14 @@ class WarmUp:
         self.start = float(start)
         self.updates = 0
         self._full: list[tuple[dict[str, Any], Any]] = []  # group, its learning rate before it was lowered
-        self._handles = (
+        self._handles: tuple[Any, ...] = (
             optimizer.register_step_pre_hook(self._lower),
             optimizer.register_step_post_hook(self._raise),
+            optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
         )
+        on_failure = getattr(optimizer, "register_step_failure_hook", None)  # a FusedAccumulator's
+        if on_failure is not None:
+            self._handles += (on_failure(self._restore),)
         _warming_up[optimizer] = self
 
     @property

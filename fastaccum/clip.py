@@ -159,8 +159,9 @@ def clip_grad_norm_(
     Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``, each physical parameter once. When
     that is 1, nothing is written.
 
-    Given a :class:`~fastaccum.FusedAccumulator`, clips the window that its next closing ``step()``
-    or ``flush()`` finishes, and returns its ``norm`` tensor, which holds the value then.
+    Given a :class:`~fastaccum.FusedAccumulator`, clips the window that its next closing ``step()`` or
+    ``flush()`` finishes, in place of the wrapper's own ``max_norm``, and returns its ``norm`` tensor, which
+    holds the value then.
 
     Args:
         parameters: a tensor, an iterable of tensors, or a FusedAccumulator.
@@ -188,6 +189,11 @@ def clip_grad_norm_(
             raise ValueError(
                 f"this FusedAccumulator was built with norm_type={parameters._options['norm_type']}, "
                 f"got {norm_type}"
+            )
+        if error_if_nonfinite:
+            raise ValueError(
+                "error_if_nonfinite=True goes with parameters: a window's norm is known when it closes. Make "
+                "the FusedAccumulator with nonfinite='error'"
             )
         return parameters.clip_next(limit)
     params = {id(p): p for p in _as_list(parameters, "parameters")}

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastaccum import arguments, pending
+from fastaccum.buffers import Buffers
 from fastaccum.roster import unique_params
 from fastaccum.timeline import Live, Timeline, record, rounded, storage_bytes
 from fastaccum.updates import SIXTEEN_BIT, original_step
@@ -50,7 +51,8 @@ class MemoryPlan:
         accumulator: the flat buffers; 0 without accumulation.
         optimizer_state: moments and the like, float32 masters included, once training runs.
         activations: what the forward pass saves for backward.
-        temporaries: the rest of what is alive at the peak: gradients of activations, kept gradients, …
+        temporaries: the rest of what is alive at the peak: gradients of activations, kept gradients, …;
+            below 0 where the others are not all alive then.
         inputs: the micro-batch.
         peak: the most that is alive at once, of all of these.
         fits: every micro-batch size that divides the virtual batch, the largest first; empty without one.
@@ -152,6 +154,11 @@ def memory_plan(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of (model, micro_batch), got {type(loss).__name__}")
+    own = set(map(id, model.parameters()))
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimizer holds no parameter of model: it belongs to another model, or to a copy")
     ranks = arguments.whole(world_size, "world_size", 1, "ranks")
     if limit is not None:
         arguments.whole(limit, "limit", 1, "bytes")
@@ -321,7 +328,13 @@ def _state(optimizer: Optimizer, trained: list[Tensor], device: torch.device) ->
     there = storage_bytes(t for t in held if isinstance(t, Tensor) and t.device == device)
     there += _copies(present, masters)
     missing = [p for p in trained if p not in inner.state]
-    made, extra = _made(inner, missing, masters) if missing else (0, 0)
+    made = _made(inner, missing, masters)[0] if missing else 0
+    try:  # a step that finds its state needs the same besides
+        extra = _made(inner, trained, masters)[1]
+    except ValueError:
+        if missing:
+            raise
+        extra = 0
     return there + made, extra
 
 
@@ -430,15 +443,12 @@ def _measured(
 ) -> Timeline:
     """Runs a micro-batch and puts back what a forward pass changes."""
     device = params[0].device
-    buffers = list(model.buffers())
-    before = [buffer.detach().clone() for buffer in buffers]
+    buffers = Buffers(model)
     inputs = [leaf for leaf in tree_leaves(micro_batch) if isinstance(leaf, Tensor)]
-    known = [*model.parameters(), *buffers]
+    known = [*model.parameters(), *model.buffers()]
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             return record(lambda: loss(model, micro_batch), params, known, inputs)
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        buffers.put_back()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastaccum import arguments
 from fastaccum.batch_size import accumulation_steps_for
+from fastaccum.buffers import Buffers
 
 if TYPE_CHECKING:
     from fastaccum.accumulator import FusedAccumulator
@@ -52,10 +53,10 @@ def find_micro_batch_size(
 
     ``step_fn(rows)`` runs micro-batches of that many rows: forward, backward, and ``optimizer.step()`` if it
     likes; two of them with their ``step()`` show the most that a window holds. No window closes while sizes
-    are tried, so nothing is updated. After every try, whether it ran, ran out of memory or raised something
-    else, what it left is dropped: the pending micro-batch and those it closed. An open window is then again
-    what it was, bit for bit: nothing of it is lost, nothing is counted twice. Random state, and buffers of
-    ``model`` (the statistics of a BatchNorm), are put back too.
+    are tried, so nothing is updated, and ``flush()`` raises. After every try, whether it ran, ran out of
+    memory or raised something else, what it left is dropped: the pending micro-batch and those it closed. An
+    open window is then again what it was, bit for bit: nothing of it is lost, nothing is counted twice. The
+    random state of torch, and buffers of ``model`` (the statistics of a BatchNorm), are put back too.
 
     Assign the result yourself: ``optimizer.accumulation_steps = found.accumulation_steps``.
 
@@ -85,7 +86,13 @@ def find_micro_batch_size(
     arguments.boolean(reserve_state, "reserve_state")
     share = accumulation_steps_for(virtual_batch_size, 1, world_size)
     rows = share if start is None else arguments.whole(start, "start", 1, "rows of the first try")
-    accumulation_steps_for(virtual_batch_size, rows, world_size)
+    if share % rows:
+        sizes = [n for n in range(1, share + 1) if share % n == 0]
+        near = sorted(sorted(sizes, key=lambda n: abs(n - rows))[:3])
+        raise ValueError(
+            f"start={rows} does not divide the {share} rows that a rank has of the virtual batch: "
+            f"{', '.join(map(str, near))} do"
+        )
     if optimizer is not None:
         _check(optimizer)
     with _left_alone(optimizer, model) as drop:
@@ -138,21 +145,21 @@ def _check(optimizer: Any) -> None:
 @contextlib.contextmanager
 def _left_alone(optimizer: FusedAccumulator | None, model: nn.Module | None) -> Iterator[Callable[[], None]]:
     """Puts back what the tries change, at the end and whenever what it yields is called."""
-    buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = None if model is None else Buffers(model)
     window = None if optimizer is None else _OpenWindow(optimizer)
 
     def drop() -> None:
         if window is not None:
             window.put_back()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        if buffers is not None:
+            buffers.put_back()
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             if optimizer is not None:
                 optimizer._options["accumulation_steps"] = _ENDLESS
+                optimizer._stays_open = True
             yield drop
         finally:
             if window is not None:
@@ -175,6 +182,7 @@ class _OpenWindow:
     def close(self) -> None:
         """Windows close again."""
         self._optimizer._options["accumulation_steps"] = self._steps
+        self._optimizer._stays_open = False
 
     def put_back(self) -> None:
         """Drops what came after, the pending micro-batch included."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import pickle
 import warnings
 
 import pytest
@@ -120,7 +122,10 @@ def test_a_group_of_one_channel():
     assert layer.num_groups == 1 and layer(torch.randn(2, 1, 4, 4)).std() > 0.5
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     unchanged(
-        model, lambda: convert_batch_norm(model, "group"), ValueError, "1 is a BatchNorm1d of one channel"
+        model,
+        lambda: convert_batch_norm(model, "group"),
+        ValueError,
+        "1 is a BatchNorm1d: a GroupNorm with one channel",
     )
 
 
@@ -306,7 +311,125 @@ def test_the_watch_can_be_ended_and_refuses_nonsense():
         unchanged(model, lambda m=minimum: warn_of_small_batches(model, m), exception, "minimum must be")
 
 
+class BatchNormAct(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("to", ["group", "sync", "frozen"])
+def test_a_layer_that_does_more_than_a_batch_norm_is_refused(to):
+    model = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct(4))
+    unchanged(
+        model, lambda: convert_batch_norm(model, to), ValueError, "1 is a BatchNormAct, which does more"
+    )
+    model = nn.Sequential(nn.BatchNorm2d(4))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    with pytest.raises(ValueError, match="0 is a ParametrizedBatchNorm2d, which does more"):
+        convert_batch_norm(model, to)
+
+
+@pytest.mark.parametrize("argument", ["groups", "channels_per_group"])
+def test_groups_go_with_group_only(argument):
+    model = nn.Sequential(nn.BatchNorm2d(4))
+    unchanged(
+        model,
+        lambda: convert_batch_norm(model, "frozen", **{argument: 2}),
+        ValueError,
+        rf"groups of channels .{argument}=. go with",
+    )
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    unchanged(
+        model,
+        lambda: convert_batch_norm(model, "group", channels_per_group=1),
+        ValueError,
+        "one channel in a group",
+    )
+
+
+def test_a_frozen_layer_loads_a_state_without_the_number_of_batches():
+    source = nn.BatchNorm2d(2)
+    state = {name: value + 1 for name, value in source.state_dict().items() if "tracked" not in name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frozen = convert_batch_norm(source, "frozen")
+    frozen.load_state_dict(state)
+    assert frozen.running_mean.tolist() == [1.0, 1.0]
+
+
+def test_a_copy_of_a_watched_model_is_not_watched(recwarn):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    warn_of_small_batches(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for one in [*copies, model, model, *copies]:
+        one(torch.randn(2, 4))
+    assert [str(w.message)[:17] for w in recwarn] == ["BatchNorm layer 1"]
+
+
+class Named(nn.Module):
+    """Calls its layer by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(input=x)
+
+
+def test_a_layer_that_is_called_by_keyword(recwarn):
+    model = Named()
+    warn_of_small_batches(model)
+    model(torch.randn(2, 4))
+    assert len(recwarn) == 1
+    rows = torch.randn(8, 4)
+    virtual_batch_norm_statistics(model, [rows])
+    torch.testing.assert_close(model.norm.running_mean, rows.mean(0))
+
+
 # ------------------------------------------------------------------------------------- statistics
+
+
+class Branches(nn.Module):
+    """Its second layer sees large micro-batches only, its third none; a buffer counts the passes."""
+
+    def __init__(self, anew):
+        super().__init__()
+        self.first, self.second, self.third = (nn.BatchNorm1d(4) for _ in range(3))
+        self.anew = anew
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes = self.passes + 1 if self.anew else self.passes.add_(1)
+        x = self.first(x)
+        return self.second(x) if len(x) > 2 else x
+
+
+@pytest.mark.parametrize("order", [(2, 8), (8, 2)])
+@pytest.mark.parametrize("anew", [False, True])
+def test_layers_that_only_some_micro_batches_reach_and_buffers_of_others(order, anew):
+    model, rows = Branches(anew), torch.randn(10, 4) * 3 + 2
+    passes = model.passes
+    parts = dict(zip((2, 8), rows.split([2, 8]), strict=True))
+    with pytest.warns(UserWarning, match="no micro-batch reaches third .1 of 3"):
+        virtual_batch_norm_statistics(model, [parts[n] for n in order])
+    seen = (parts[8] - rows.mean(0)) / (rows.var(0, correction=0) + model.first.eps).sqrt()
+    torch.testing.assert_close(model.second.running_mean, seen.mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.second.running_var, seen.var(0), rtol=1e-4, atol=1e-5)
+    assert model.third.running_var.tolist() == [1.0] * 4
+    assert model.passes is passes and passes.item() == 0.0
+
+
+def test_a_frozen_layer_and_values_that_are_not_finite():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[0].eval()  # in a model that trains
+    rows = torch.randn(8, 4) + 1
+    virtual_batch_norm_statistics(model, [rows])
+    assert model[0].running_mean.tolist() == [0.0] * 4
+    torch.testing.assert_close(model[1].running_mean, rows.mean(0), rtol=1e-4, atol=1e-5)
+    rows[3, 2] = math.nan
+    unchanged(
+        model, lambda: virtual_batch_norm_statistics(model, [rows]), ValueError, "1 values .*not finite"
+    )
 
 
 def whole_batch(model, rows):
@@ -342,7 +465,7 @@ def test_statistics_are_those_of_one_pass_over_everything(dtype, sizes, batch):
     elif batch == "forward":
         parts, forward = [{"rows": x} for x in parts], lambda model, b: model(b["rows"])
     model.train()
-    model[2].eval()
+    model[3].eval()
     before = copy.deepcopy(model.state_dict())
     buffers = {name: id(b) for name, b in model.named_buffers()}
     virtual_batch_norm_statistics(model, parts, forward=forward)
@@ -353,7 +476,7 @@ def test_statistics_are_those_of_one_pass_over_everything(dtype, sizes, batch):
     others = [name for name in before if name not in expected]
     assert_identical({n: before[n] for n in others}, {n: after[n] for n in others})
     assert buffers == {name: id(b) for name, b in model.named_buffers()}
-    assert model.training and not model[2].training and model[0][1].training
+    assert model.training and not model[3].training and model[0][1].training
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

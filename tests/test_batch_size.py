@@ -169,6 +169,26 @@ def test_every_scheduler_made_before_runs_at_the_factor_from_now_on(name, tensor
     torch.testing.assert_close(scaled[when:], 3.0 * plain[when:], rtol=1e-12, atol=1e-18)
 
 
+def fails(self, closure=None):
+    raise ArithmeticError("in step")
+
+
+@pytest.mark.parametrize("kind", ["nonfinite", "generic", "plain"])
+def test_an_update_that_raises_leaves_the_full_rate(kind, monkeypatch):
+    p = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.RMSprop([p], lr=0.1) if kind == "generic" else torch.optim.SGD([p], lr=0.1)
+    optimizer = inner if kind == "plain" else FusedAccumulator(inner, nonfinite="error")
+    scale_lr(optimizer, 4, warmup_steps=10)
+    (p * (math.nan if kind == "nonfinite" else 1.0)).sum().backward()
+    if kind != "nonfinite":
+        monkeypatch.setattr(type(inner), "step", torch.optim.Optimizer.profile_hook_step(fails))
+    with pytest.raises(RuntimeError if kind == "nonfinite" else ArithmeticError):
+        optimizer.step()
+    if kind == "plain":  # the next update or checkpoint finds it
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.4
+    assert optimizer.param_groups[0]["lr"] == 0.4
+
+
 def test_the_least_change_of_a_plateau_is_scaled_too():
     optimizer = fused(parameter(0.0))
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, eps=0.3)

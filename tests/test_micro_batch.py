@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import fastaccum  # noqa: E402
-from fastaccum import FusedAccumulator, find_micro_batch_size  # noqa: E402
+from fastaccum import FusedAccumulator, find_micro_batch_size, memory_plan  # noqa: E402
 from fastaccum.micro_batch import is_out_of_memory  # noqa: E402
 from tests.oracle import assert_identical, each_take, snapshot, unchanged  # noqa: E402
 
@@ -240,7 +240,7 @@ def test_state_that_is_not_made_yet_is_reserved():
         (dict(step_fn=3), TypeError, "step_fn must be callable"),
         (dict(virtual_batch_size=0), ValueError, "virtual_batch_size must be at least 1"),
         (dict(virtual_batch_size=8.0), TypeError, "virtual_batch_size must be an int"),
-        (dict(start=3), ValueError, "is not a multiple of micro_batch_size=3"),
+        (dict(start=3), ValueError, "start=3 does not divide the 8 rows .*: 1, 2, 4 do"),
         (dict(start=0), ValueError, "start must be at least 1"),
         (dict(world_size=3), ValueError, "not a multiple of .*world_size=3"),
         (dict(model=3), TypeError, "model must be a torch.nn.Module"),
@@ -254,6 +254,47 @@ def test_wrong_arguments(arguments, exception, match):
     with pytest.raises(exception, match=match):
         find_micro_batch_size(**call)
     assert not ran
+
+
+class Averaging(nn.Linear):
+    """Puts a new tensor in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 1
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_assigned_anew_is_put_back():
+    model = Averaging()
+    average = model.average
+    find_micro_batch_size(lambda n: model(torch.randn(n, 3)).sum().backward(), 2, model=model)
+    assert model.average is average and average.item() == 0.0
+    optimizer = FusedAccumulator(SGD(model.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    memory_plan(model, optimizer, torch.randn(8, 3), loss=lambda model, x: model(x).sum())
+    assert model.average is average and average.item() == 0.0
+
+
+def test_nothing_is_updated_while_sizes_are_tried():
+    model = nn.Linear(3, 1)
+    optimizer = FusedAccumulator(SGD(model.parameters(), lr=0.1), 3)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+
+    def step(n):
+        model(torch.ones(n, 3)).sum().backward()
+        optimizer.step()
+        optimizer.flush()
+
+    with pytest.raises(RuntimeError, match="step_fn must not call flush"):
+        find_micro_batch_size(step, 2, optimizer=optimizer)
+    assert torch.equal(model.weight, before) and optimizer.micro_step == 1
+    assert optimizer.flush() and not torch.equal(model.weight, before)
 
 
 def test_a_pending_micro_batch_and_a_window_that_cannot_be_kept_are_refused():
