@@ -64,7 +64,15 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastaccum' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
+    try:
+        module = importlib.import_module(_HOME[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"fastaccum.{name} needs PyTorch: pip install torch (fastaccum.mindspore works without)",
+            name="torch",
+        ) from error
     return module if _HOME[name] == f"fastaccum.{name}" else getattr(module, name)
 
 

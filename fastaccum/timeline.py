@@ -150,9 +150,10 @@ def record(
         inputs: the micro-batch's tensors.
 
     Raises:
-        ValueError: the loss is not one number that depends on a parameter.
+        ValueError: the loss is not one number that depends on a parameter, or it ran backward itself.
     """
     device = params[0].device
+    without = [param for param in params if param.grad is None]
     there = {t.untyped_storage()._cdata for t in (*params, *known, *inputs)}
     saved: dict[int, int] = {}
     order: list[int] = []
@@ -176,6 +177,10 @@ def record(
         with torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = loss()
+            if order:
+                for param in without:
+                    param.grad = None
+                raise ValueError("loss must return the loss and not call backward(), which comes by itself")
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(f"loss must give one number with a gradient, got {_shown(value)}")
             grads = torch.autograd.grad(value, params, allow_unused=True)

@@ -187,6 +187,15 @@ def test_wrong_optimizers_and_losses_are_refused():
     with pytest.raises(TypeError, match="loss must be a function of .model, micro_batch., got str"):
         memory_plan(other, optimizer, torch.randn(4, 2), loss="mean")
 
+    def backward(model, x):
+        value = model(x).sum()
+        value.backward(retain_graph=True)
+        return value
+
+    with pytest.raises(ValueError, match="and not call backward"):
+        memory_plan(other, optimizer, torch.randn(4, 2), loss=backward)
+    assert other.weight.grad is None
+
 
 @pytest.mark.parametrize(("planned", "trained"), [(4, 16), (16, 3), (2, 7)])
 @pytest.mark.parametrize("case", ["cnn", "third"])

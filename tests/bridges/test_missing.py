@@ -25,6 +25,13 @@ def test_importing_fastaccum_imports_no_framework():
     assert python(f"{code}; print([m for m in {BRIDGES} if m in sys.modules])") == (0, "[]\n")
 
 
+def test_without_torch_that_is_what_is_missing():
+    code, output = python("import sys; sys.modules['torch'] = None; import fastaccum; fastaccum.memory_plan")
+    assert (
+        code == 1 and "ModuleNotFoundError: fastaccum.memory_plan needs PyTorch: pip install torch" in output
+    )
+
+
 @pytest.mark.parametrize("name", BRIDGES)
 def test_a_missing_library_is_named_with_its_extra(name):
     hide = f"import sys; sys.modules[{name!r}] = None; import fastaccum.bridges.{name}"
