@@ -119,6 +119,9 @@ class FusedAccumulator(Optimizer):
         RuntimeError: ``backend`` cannot run here; the message gives the reasons.
     """
 
+    # What owns its parameters, to a second wrapper that would.
+    _known_as = "another FusedAccumulator; delete that one first"
+
     def __init__(
         self,
         optimizer: Optimizer,
