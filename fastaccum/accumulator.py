@@ -121,6 +121,9 @@ class FusedAccumulator(Optimizer):
         RuntimeError: ``backend`` cannot run here; the message gives the reasons.
     """
 
+    # What owns its parameters, to a second wrapper that would.
+    _known_as = "another FusedAccumulator; delete that one first"
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -205,7 +208,8 @@ class FusedAccumulator(Optimizer):
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
         self._clip_once: float | None = None
         self._stays_open = False  # while micro-batch sizes are tried
-        self._windows = 0  # closed so far
+        self._windows = 0  # closed so far, by this wrapper
+        self._windows_before = 0  # closed by those whose state it goes on from
         self._news: observe.Arrived | None = None
         self._traffic = traffic.Traffic()
         self._watched_from = 0  # windows closed before the first look at stats()
@@ -390,13 +394,13 @@ class FusedAccumulator(Optimizer):
         """Numbers for a logger, of the last window whose numbers have arrived; never waits for a GPU.
 
         Returns:
-            ``window``: how many windows were closed when the numbers were taken; ``norm``: before
-            clipping; ``skipped``: updates skipped so far. From the first window closed after the first call
-            on ``clip_share``: the share of the windows since then whose update ``max_norm`` scaled down
-            (not with ``max_value``), and ``bytes_moved``: what the last window moved between memory and
-            processor, from sizes alone (:mod:`fastaccum.traffic`). With ``track(noise_scale=True)`` also
-            ``noise_scale``, in micro-batches (this one reads the device), and
-            ``recommended_accumulation_steps``: the smallest window that is not below it.
+            ``window``: how many windows were closed when the numbers were taken, those before a resume
+            included; ``norm``: before clipping; ``skipped``: updates skipped so far. From the first window
+            closed after the first call on ``clip_share``: the share of the windows since then whose update
+            ``max_norm`` scaled down (not with ``max_value``), and ``bytes_moved``: what the last window moved
+            between memory and processor, from sizes alone (:mod:`fastaccum.traffic`). With
+            ``track(noise_scale=True)`` also ``noise_scale``, in micro-batches (this one reads the device),
+            and ``recommended_accumulation_steps``: the smallest window that is not below it.
         """
         if self._news is None or self._news.device != self._outcome.device:
             self._news = observe.Arrived(self._outcome.device)
@@ -405,7 +409,7 @@ class FusedAccumulator(Optimizer):
             self._news.send(self._outcome.numbers(), self._windows)
         self._news.receive()
         norm, skipped, clipped = self._news.values or (math.nan, math.nan, math.nan)
-        result = {"window": self._news.window, "norm": norm, "skipped": skipped}
+        result = {"window": self._windows_before + self._news.window, "norm": norm, "skipped": skipped}
         watched = self._news.window - self._watched_from
         if watched > 0:
             if self._options["max_value"] is None:
@@ -420,10 +424,22 @@ class FusedAccumulator(Optimizer):
         return result
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "fastaccum/") -> None:
-        """Writes :meth:`stats` with ``writer.add_scalar(name, value, step)``, as TensorBoard's has it."""
+        """Writes :meth:`stats` with ``writer.add_scalar(name, value, step)``, as TensorBoard's has it.
+
+        Args:
+            writer: what has ``add_scalar``.
+            step: None: the number of windows closed; it travels in :meth:`state_dict`, so curves go on.
+            prefix: of the names.
+
+        Raises:
+            TypeError: ``writer`` is no writer.
+        """
+        observe.check_writer(writer)
+        if step is None:
+            step = self._windows_before + self._windows
         for name, value in self.stats().items():
             if name != "window":
-                writer.add_scalar(prefix + name, value, self._windows if step is None else step)
+                writer.add_scalar(prefix + name, value, step)
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
@@ -1125,6 +1141,7 @@ class FusedAccumulator(Optimizer):
             "kept": kept,
             "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
+            "windows": self._windows_before + self._windows,
             "skipped": self._outcome.skipped.clone(),
             "found_inf": self._outcome.told and bool(self._outcome.found_inf),
             "master_weights": self._rule.export_masters(),
@@ -1151,6 +1168,9 @@ class FusedAccumulator(Optimizer):
         self._micro_step = int(entry["micro_step"])
         self._weight_kind = entry["weight_kind"]
         self._outcome.skipped.copy_(entry["skipped"])
+        # Only shown: what stats() has watched so far, and what is on its way from a GPU, counts from 0.
+        if "windows" in entry:  # older versions did not count
+            self._windows_before = entry["windows"] - self._windows
         if entry.get("found_inf"):
             self._outcome.tell(torch.ones_like(self._outcome.found_inf))
         self._rule.load_masters(entry.get("master_weights") or {})

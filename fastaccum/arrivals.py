@@ -44,7 +44,7 @@ class Arrivals:
 
     def __init__(
         self,
-        owner: object,
+        owner: Any,
         hook: Callable[[Tensor], None] | None,
         begins: Callable[[], Any],
         ended: Callable[[list[Tensor], Any], None],
@@ -63,22 +63,25 @@ class Arrivals:
         # Backward calls that have not ended: the watched parameters that each brought, what begins() gave.
         self._unfinished: dict[int, tuple[list[Tensor], Any]] = {}
         self._hook = hook
-        self._owner = weakref.ref(owner)
+        self._owner: weakref.ref[Any] = weakref.ref(owner)
+        self._released = False
         self._handles: dict[int, tuple[Any, Any]] = {}
         weakref.finalize(owner, _release, self._handles, self.noted).atexit = False
 
     def check(self, params: list[Tensor]) -> None:
         """Raises ValueError if a parameter belongs to another live wrapper."""
         for i, param in enumerate(params):
-            owner = _owners.get(param)
-            if owner is not None and owner() is not None and owner() is not self._owner():
+            owner = _owners[param]() if param in _owners else None
+            if owner is not None and owner is not self._owner():
                 raise ValueError(
-                    f"parameter {i} (shape {list(param.shape)}) is owned by another FusedAccumulator; "
-                    "delete that one first, or give each optimizer its own parameters"
+                    f"parameter {i} (shape {list(param.shape)}) is owned by {owner._known_as}, or give each "
+                    "optimizer its own parameters"
                 )
 
     def watch(self, params: list[Tensor]) -> None:
         """Hooks parameters that have no hook yet and lets go of those that are not in the list."""
+        if self._released:
+            return
         self.check(params)
         wanted = {id(p) for p in params}
         for key in [key for key in self._handles if key not in wanted]:
@@ -98,6 +101,22 @@ class Arrivals:
                 hook = self.noted.append
             self._handles[id(param)] = (weakref.ref(param), _register(param, hook))
             _owners[param] = self._owner
+
+    def release(self) -> None:
+        """Lets go of all parameters, which another wrapper may own until :meth:`claim`."""
+        _release(self._handles, self.noted)
+        self.clear()
+        self._released = True
+
+    def claim(self, params: list[Tensor]) -> None:
+        """Hooks the parameters again after :meth:`release`.
+
+        Raises:
+            ValueError: one of them is another's by now; nothing has changed then.
+        """
+        self.check(params)
+        self._released = False
+        self.watch(params)
 
     @property
     def _note_version(self) -> Callable[[Tensor], None]:

@@ -113,11 +113,10 @@ def check_window(entry: Any, params: Sequence[Tensor], accumulation_steps: int) 
             f"the 'fastaccum' entry has format version {entry['version']}, this fastaccum reads {VERSION}: "
             "load it with a newer fastaccum"
         )
-    for key in ("accumulation_steps", "micro_step"):
-        if not isinstance(entry[key], int) or entry[key] < 0:
-            raise ValueError(
-                f"the 'fastaccum' entry has {key}={entry[key]!r}, it must be an int of at least 0"
-            )
+    for key in ("accumulation_steps", "micro_step", "windows"):
+        value = entry.get(key, 0)  # older states have no "windows"
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"the 'fastaccum' entry has {key}={value!r}, it must be an int of at least 0")
     for key in ("total_weight", "kept_weight"):
         if not arguments.is_number(entry[key]) or not 0.0 <= entry[key] < math.inf:
             raise ValueError(

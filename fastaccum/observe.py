@@ -20,6 +20,15 @@ from fastaccum.window import Entry
 DECAY = 0.95  # of the noise scale's moving averages: about twenty windows
 
 
+def check_writer(writer: Any) -> None:
+    """Raises TypeError unless it can be logged to."""
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(
+            "log() needs a writer with add_scalar(name, value, step), such as "
+            f"torch.utils.tensorboard.SummaryWriter(), got {writer!r}"
+        )
+
+
 class Arrived:
     """A few numbers on their way from the device; reading gives the newest that are here.
 

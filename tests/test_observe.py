@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 
@@ -44,6 +45,76 @@ def test_stats_and_log():
     optimizer.log(Writer(), step=70, prefix="")
     names = ["norm", "skipped", "clip_share", "bytes_moved"]
     assert written == [*((f"fastaccum/{name}", 2) for name in names), *((name, 70) for name in names)]
+
+
+class Points:
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.steps = []
+
+    def add_scalar(self, name, value, step):
+        if name == "fastaccum/norm":
+            self.steps.append(step)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "pickle"])
+def test_the_step_of_log_goes_on_after_a_resume(how, watched):
+    p, points = parameter([1.0]), Points()
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 2)
+    for _ in range(3):
+        feed(optimizer, p, [1.0], [1.0])
+        optimizer.log(points)
+    feed(optimizer, p, [1.0])
+    if how == "pickle":
+        resumed = pickle.loads(pickle.dumps(optimizer))
+    else:
+        resumed = FusedAccumulator(torch.optim.SGD([parameter([1.0])], lr=0.1), 2, max_norm=0.5)
+        if watched:
+            feed(resumed, resumed.param_groups[0]["params"][0], [9.0], [9.0])
+            resumed.stats()
+        resumed.load_state_dict(optimizer.state_dict())
+    q = resumed.param_groups[0]["params"][0]
+    for gradients in ([[1.0]], [[1.0], [1.0]]):
+        feed(resumed, q, *gradients)
+        resumed.log(points)
+    assert points.steps == [1, 2, 3, 4, 5]
+    assert resumed.stats()["window"] == 5
+    if watched and how == "state_dict":  # since it was first looked at: nothing of a window is lost
+        assert resumed.stats()["clip_share"] == 1.0
+    # Back to an earlier state in the same wrapper: the curve goes back with it.
+    optimizer.flush()
+    optimizer.log(points)
+    optimizer.load_state_dict(resumed.state_dict())
+    optimizer.log(points)
+    assert points.steps[5:] == [4, 5]
+
+
+def test_a_state_without_the_count_loads_and_one_with_it_is_checked():
+    p = parameter([1.0])
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=0.1), 1)
+    feed(optimizer, p, [1.0], [1.0])
+    older = optimizer.state_dict()
+    assert older["fastaccum"].pop("windows") == 2
+    fresh, points = FusedAccumulator(torch.optim.SGD([parameter([1.0])], lr=0.1), 1), Points()
+    fresh.load_state_dict(older)
+    optimizer.load_state_dict(older)  # what this one has counted itself stays
+    for wrapper in (fresh, optimizer):
+        feed(wrapper, wrapper.param_groups[0]["params"][0], [1.0])
+        wrapper.log(points)
+    assert points.steps == [1, 3]
+    for wrong in (-1, 2.5, None):
+        older["fastaccum"]["windows"] = wrong
+        with pytest.raises(ValueError, match=f"windows={wrong}, it must be an int of at least 0"):
+            fresh.load_state_dict(older)
+
+
+def test_log_needs_a_writer():
+    optimizer = FusedAccumulator(torch.optim.SGD([parameter([1.0])], lr=0.1), 1)
+    for wrong in (None, "runs", object()):
+        with pytest.raises(TypeError, match=r"log\(\) needs a writer with add_scalar.*SummaryWriter"):
+            optimizer.log(wrong)
 
 
 def test_clip_share_counts_updates_that_a_limit_scaled_down():

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fastaccum import arguments
+from fastaccum import arguments, groups
 from fastaccum.accumulator import FusedAccumulator
 from fastaccum.bridges import missing
 from fastaccum.bridges.driven import DrivenAccumulator, check_options
@@ -58,13 +58,15 @@ class FusedAccelerator(Accelerator):
             **kwargs: the Accelerator's.
 
         Raises:
-            TypeError, ValueError: an option that cannot be used; the message says why.
+            TypeError, ValueError, NotImplementedError: an option that cannot be used; the message says why.
             NotImplementedError: FSDP, DeepSpeed or another engine with its own optimizer was asked for.
         """
         where = "it is an argument of FusedAccelerator"
-        options = check_options(accumulator_options, "accumulator_options", max_norm=where)
-        options["max_norm"] = arguments.max_norm(max_norm)
-        options["reduction"] = arguments.choice(reduction, "reduction", arguments.REDUCTIONS)
+        given = {
+            "max_norm": arguments.max_norm(max_norm),
+            "reduction": arguments.choice(reduction, "reduction", arguments.REDUCTIONS),
+        }
+        options = check_options(accumulator_options, "accumulator_options", given, max_norm=where)
         super().__init__(*args, **kwargs)
         if self.distributed_type not in _SERVED:
             raise NotImplementedError(
@@ -74,6 +76,43 @@ class FusedAccelerator(Accelerator):
         self._options = options
         self.accumulators: list[DrivenAccumulator] = []
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares all, or nothing: where something is refused, nothing of it stays registered.
+
+        Args:
+            *args: models, plain optimizers, data loaders, schedulers.
+            **kwargs: the Accelerator's.
+
+        Raises:
+            TypeError, ValueError: an optimizer cannot be wrapped; the message says why.
+        """
+        for optimizer in args:
+            if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
+                optimizer, AcceleratedOptimizer
+            ):
+                self._check(optimizer)
+        lists = (self._models, self._optimizers, self._schedulers, self._dataloaders, self.accumulators)
+        before = [len(registered) for registered in lists]
+        try:
+            return super().prepare(*args, **kwargs)
+        except BaseException:
+            for accumulator in self.accumulators[before[-1] :]:
+                accumulator.let_go()
+            for registered, length in zip(lists, before, strict=True):
+                del registered[length:]
+            raise
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises if an optimizer cannot be wrapped; before its model is moved, wrapped or cast."""
+        if isinstance(optimizer, FusedAccumulator):
+            raise ValueError(
+                "prepare() was given a FusedAccumulator, which counts micro-batches (accumulation_steps="
+                f"{optimizer.accumulation_steps}), as this accelerator does (gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}): give it the optimizer inside; or use a plain "
+                "Accelerator() and call step() after every backward"
+            )
+        groups.check_optimizer(optimizer)
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
@@ -82,20 +121,17 @@ class FusedAccelerator(Accelerator):
         Raises:
             ValueError: it is a FusedAccumulator: two counts of micro-batches would divide and skip twice.
         """
-        if isinstance(optimizer, FusedAccumulator):
-            raise ValueError(
-                "prepare() was given a FusedAccumulator, which counts micro-batches (accumulation_steps="
-                f"{optimizer.accumulation_steps}), as this accelerator does (gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}): give it the optimizer inside; or use a plain "
-                "Accelerator() and call step() after every backward"
-            )
         if not isinstance(optimizer, AcceleratedOptimizer):
+            self._check(optimizer)
             optimizer = DrivenAccumulator(optimizer, **self._options)
+            optimizer._known_as = "the optimizer of a FusedAccelerator; call free_memory() of that one first"
             self.accumulators.append(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Lets go of all that was prepared."""
+        """Lets go of all that was prepared: another may train it."""
+        for accumulator in self.accumulators:
+            accumulator.let_go()
         self.accumulators.clear()
         return super().free_memory(*objects)
 

@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from fastaccum import backends
 from fastaccum.accumulator import FusedAccumulator
 
 # What a bridge decides, so it cannot be among the options that are handed on.
-_DECIDED = ("accumulation_steps", "reduction", "scaler", "model", "process_group")
+_DECIDED = ("optimizer", "accumulation_steps", "reduction", "scaler", "model", "process_group")
 
 
-def check_options(options: dict[str, Any] | None, argument: str, **decided: str) -> dict[str, Any]:
-    """The options of a wrapper that a bridge makes, as a new dict.
+def check_options(
+    options: dict[str, Any] | None, argument: str, given: dict[str, Any], **decided: str
+) -> dict[str, Any]:
+    """All options of the wrapper that a bridge will make, as a new dict; checked without its optimizer.
 
     Args:
         options: keyword arguments of FusedAccumulator.
         argument: what the user knows the options as.
+        given: the bridge's own options.
         **decided: further options that cannot be given, and where each comes from.
 
     Raises:
-        TypeError, ValueError: they are no dict, or hold what the bridge decides.
+        TypeError, ValueError, NotImplementedError: they are no dict, hold what the bridge decides, or are
+            refused by FusedAccumulator.
     """
     if options is None:
-        return {}
+        options = {}
     if not isinstance(options, dict):
         raise TypeError(f"{argument} must be a dict of FusedAccumulator's arguments, got {options!r}")
     for name in options.keys() & {*_DECIDED, *decided}:
         raise ValueError(
             f"{argument} cannot hold {name!r}: {decided.get(name, 'the framework decides it')}. Leave it out"
         )
-    return dict(options)
+    known = inspect.signature(FusedAccumulator).parameters.keys() - {*_DECIDED, *decided}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"{argument} has {', '.join(map(repr, unknown))}, which FusedAccumulator does not take: "
+            f"it may hold {', '.join(sorted(known))}"
+        )
+    options = {**options, **given}
+    trial = dict(options)
+    if options.get("backend", "auto") in ("auto", *backends.NAMES):
+        trial["backend"] = "reference"  # which one can run depends on the device, and that is not known yet
+    parameter = torch.zeros(1, requires_grad=True, device="cpu")
+    try:
+        FusedAccumulator(torch.optim.SGD([parameter], lr=0.1), **trial)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{argument} cannot be used: {error}") from error
+    return options
 
 
 class DrivenAccumulator(FusedAccumulator):
@@ -104,6 +127,25 @@ class DrivenAccumulator(FusedAccumulator):
     def pending(self) -> bool:
         """Whether gradients have arrived since the last micro-batch was closed."""
         return bool(self._pending.arrivals.noted) or self._pending.in_window
+
+    def let_go(self) -> None:
+        """Training is over: its parameters are another's to train until :meth:`take_back`.
+
+        Nothing is lost: state, counters and the open window stay and can be saved. Only a window that no
+        ``step()`` could close any more is dropped: one that a failed backward left broken.
+        """
+        self.show()
+        if self._pending.broken or self._pending.in_window:
+            self.discard()
+        self._pending.arrivals.release()
+
+    def take_back(self) -> None:
+        """Training goes on.
+
+        Raises:
+            ValueError: another trains the parameters now.
+        """
+        self._pending.arrivals.claim(self._roster.params)
 
     def hide(self) -> None:
         """Takes the pending gradients out of ``.grad`` until :meth:`show` or :meth:`step`."""

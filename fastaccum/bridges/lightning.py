@@ -3,7 +3,8 @@
 Lightning counts, divides every loss by ``accumulate_grad_batches``, ends windows (at the end of an epoch
 too), steps schedulers and ``global_step`` once per update and keeps DDP from reducing in between. The
 callback puts a FusedAccumulator around the optimizer of ``configure_optimizers()`` for the time of ``fit()``,
-and lets every micro-batch but the window's last join the window when its batch is over.
+and lets every micro-batch but the window's last join the window when its batch is over. Where ``fit()`` runs
+without an optimizer there are no windows, and the callback does nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from fastaccum import arguments
 from fastaccum.accumulator import FusedAccumulator
 from fastaccum.bridges import missing
 from fastaccum.bridges.driven import DrivenAccumulator, check_options
+from fastaccum.checkpoint import owned, steps_on_cpu
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+        SingleDeviceXLAStrategy,
+        XLAStrategy,
+    )
 except ImportError as error:
     raise missing("lightning", "lightning", error) from error
+
+
+# Derived from those that are served, with engines of their own.
+_NOT_SERVED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
 
 
 class FusedWindows(Callback):
@@ -31,6 +43,9 @@ class FusedWindows(Callback):
         accumulator: the wrapper while ``fit()`` runs, for ``stats()``, ``log(writer)``, ``grad(param)``; else
             None.
     """
+
+    # The optimizer of the last fit() and what its wrapper knew besides: a checkpoint may be saved later.
+    _left: tuple[Any, dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -47,14 +62,14 @@ class FusedWindows(Callback):
             accumulator_options: more arguments for FusedAccumulator.
 
         Raises:
-            TypeError, ValueError: an option that cannot be used; the message says why.
+            TypeError, ValueError, NotImplementedError: an option that cannot be used; the message says why.
         """
-        options = check_options(
-            accumulator_options, "accumulator_options", max_norm="it is an argument of FusedWindows"
-        )
-        options["max_norm"] = arguments.max_norm(max_norm)
-        options["reduction"] = arguments.choice(reduction, "reduction", arguments.REDUCTIONS)
-        self._options = options
+        given = {
+            "max_norm": arguments.max_norm(max_norm),
+            "reduction": arguments.choice(reduction, "reduction", arguments.REDUCTIONS),
+        }
+        where = "it is an argument of FusedWindows"
+        self._options = check_options(accumulator_options, "accumulator_options", given, max_norm=where)
         self.accumulator: DrivenAccumulator | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,28 +78,53 @@ class FusedWindows(Callback):
         Raises:
             ValueError, NotImplementedError: what ``fit()`` is about to do does not go with it.
         """
+        self.accumulator = self._left = None
+        # Without an optimizer Lightning has one that holds nothing, and has warned.
+        if not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            return
         _check(trainer, pl_module)
-        self.accumulator = None
         self.accumulator = DrivenAccumulator(trainer.optimizers[0], **self._options)
+        self.accumulator._known_as = "the FusedWindows of another Trainer; wait until its fit() has ended"
         trainer.optimizers = [self.accumulator]
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Follows ``accumulate_grad_batches``, which another callback may change."""
-        if self._options["reduction"] == "mean":
+        if self.accumulator is not None and self._options["reduction"] == "mean":
             self.accumulator.divided_by = trainer.accumulate_grad_batches
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """The micro-batch joins the window, if the optimizer has not stepped."""
-        if self.accumulator.pending:
+        if self.accumulator is not None and self.accumulator.pending:
             self.accumulator.add(trainer.scaler)
             if trainer.scaler is not None:
                 trainer.scaler.update()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the plain optimizer behind."""
-        if self.accumulator is not None and trainer.optimizers == [self.accumulator]:
-            trainer.optimizers = [self.accumulator.optimizer]
-        self.accumulator = None
+        """Leaves the plain optimizer behind; the module is another Trainer's to fit."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same: Lightning does not call ``teardown()`` then."""
+        self._end(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds what the plain optimizer does not know to a checkpoint that is saved after ``fit()``."""
+        if self._left is None or trainer.optimizers != [self._left[0]]:
+            return
+        for state in checkpoint.get("optimizer_states", ()):
+            state.update(steps_on_cpu(owned(state)), fastaccum=self._left[1])
+
+    def _end(self, trainer: Trainer) -> None:
+        accumulator, self.accumulator = self.accumulator, None
+        if accumulator is None:
+            return
+        accumulator.let_go()
+        if trainer.optimizers == [accumulator]:
+            trainer.optimizers = [accumulator.optimizer]
+            # Now, as Lightning is about to move the parameters to the CPU.
+            self._left = accumulator.optimizer, accumulator.window_state_dict()
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
@@ -98,7 +138,8 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             f"gradient_clip_val={trainer.gradient_clip_val} would clip the window's last micro-batch only: "
             f"leave it out of the Trainer and use FusedWindows(max_norm={trainer.gradient_clip_val})"
         )
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    served = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    if not served or isinstance(trainer.strategy, _NOT_SERVED):
         raise NotImplementedError(
             f"FusedWindows works on one device and with DDP, not with {type(trainer.strategy).__name__}: "
             "use FusedAccumulator in a loop of your own"

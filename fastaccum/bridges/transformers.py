@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastaccum import arguments
 from fastaccum.accumulator import FusedAccumulator
 from fastaccum.bridges import missing
 from fastaccum.bridges.driven import DrivenAccumulator, check_options
@@ -67,6 +68,16 @@ class FusedTraining:
 
     accumulator: DrivenAccumulator
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a class that would train without it."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(FusedTraining):
+            raise TypeError(
+                f"{cls.__name__} has Trainer before FusedTraining, and would train without it: put "
+                f"FusedTraining first, class {cls.__name__}(FusedTraining, ...)"
+            )
+
     def __init__(self, *args: Any, accumulator_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Makes the Trainer.
 
@@ -77,29 +88,41 @@ class FusedTraining:
             **kwargs: the Trainer's.
 
         Raises:
-            ValueError: an option or an optimizer that cannot be used; the message says why.
+            TypeError, ValueError: an option or an optimizer that cannot be used; the message says why.
             NotImplementedError: float16 with a loss scale, FSDP or DeepSpeed was asked for.
         """
         self._accumulator_options = check_options(
-            accumulator_options, "accumulator_options", max_norm="max_grad_norm of TrainingArguments sets it"
+            accumulator_options,
+            "accumulator_options",
+            {"reduction": "sum"},
+            max_norm="max_grad_norm of TrainingArguments sets it",
         )
         # First of the user's, so that theirs find .grad as it is.
         kwargs["callbacks"] = [_Windows(self), *(kwargs.get("callbacks") or ())]
         super().__init__(*args, **kwargs)
         _check(self)
+        _limit(self)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains. After that the model is another trainer's to train, until it is this one's turn again."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if hasattr(self, "accumulator"):
+                self.accumulator.let_go()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, wrapped."""
         optimizer = super().create_optimizer(model)
-        limit = self.args.max_grad_norm or None
+        limit = _limit(self)
         known = getattr(self, "accumulator", None)
         # A second train() finds the one of the first, inside Accelerate's.
         if known is not None and (optimizer is known or getattr(optimizer, "optimizer", None) is known):
+            known.take_back()
             known.max_norm = limit
             return optimizer
-        self.accumulator = DrivenAccumulator(
-            optimizer, reduction="sum", max_norm=limit, **self._accumulator_options
-        )
+        self.accumulator = DrivenAccumulator(optimizer, max_norm=limit, **self._accumulator_options)
+        self.accumulator._known_as = f"a {type(self).__name__}; wait until its train() has ended"
         self.optimizer = self.accumulator
         return self.accumulator
 
@@ -114,13 +137,26 @@ class FusedTraining:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with the window's norm as ``grad_norm``."""
-        if "grad_norm" in logs:
+        if "grad_norm" in logs and hasattr(self, "accumulator"):
             logs["grad_norm"] = float(self.accumulator.norm)
         super().log(logs, *args, **kwargs)
 
 
 class FusedTrainer(FusedTraining, Trainer):
     """``transformers.Trainer`` on a FusedAccumulator; see :class:`FusedTraining`."""
+
+
+def _limit(trainer: Any) -> float | None:
+    """The Trainer's limit for the norm; it may have changed since the last call."""
+    limit, value = trainer.args.max_grad_norm, trainer._accumulator_options.get("max_value")
+    if not arguments.is_number(limit) or not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number of at least 0 (0: no clipping), got {limit!r}")
+    if limit and value is not None:
+        raise ValueError(
+            f"max_grad_norm={limit} (TrainingArguments has 1.0 by default) and accumulator_options="
+            f"{{'max_value': {value}}} exclude each other: set max_grad_norm=0 to clip by value"
+        )
+    return float(limit) or None
 
 
 def _check(trainer: Any) -> None:

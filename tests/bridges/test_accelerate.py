@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
 
 from fastaccum import FusedAccumulator  # noqa: E402
 from fastaccum.bridges.accelerate import FusedAccelerator  # noqa: E402
@@ -225,6 +226,88 @@ def test_what_does_not_fit_is_refused():
         FusedAccelerator(cpu=True, reduction="median")
     with pytest.raises(AttributeError, match="the framework's to count"):
         optimizer.optimizer.accumulation_steps = 3
+
+
+def registered(accelerator):
+    lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    return [len(known) for known in (*lists, accelerator.accumulators)]
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_where_prepare_refuses_nothing_stays_registered(tmp_path, mixed):
+    accelerator = FusedAccelerator(cpu=True, gradient_accumulation_steps=STEPS, mixed_precision=mixed)
+    model, data = model_and_data(torch.float32)
+    forward = model.forward
+    # Known from the optimizer alone: nothing is touched.
+    with pytest.raises(ValueError, match="LBFGS cannot be wrapped"):
+        accelerator.prepare(data, model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="was given a FusedAccumulator"):
+        accelerator.prepare(data, model, FusedAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 4))
+    assert model.forward == forward and registered(accelerator) == [0] * 5
+    # Known when it is wrapped: here the second of two, whose parameters are the first's.
+    sgd, again = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with pytest.raises(
+        ValueError, match="owned by the optimizer of a FusedAccelerator; call free_memory"
+    ) as no:
+        accelerator.prepare(data, model, sgd, again, decay(sgd))
+    assert registered(accelerator) == [0] * 5
+    # Nor does the first, which the error's frames still hold, own the parameters.
+    prepared, optimizer, loader, _ = accelerator.prepare(model, sgd, data, decay(sgd))
+    assert no.traceback and registered(accelerator) == [1] * 5
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(loss_of(prepared, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path))
+    assert len(list(tmp_path.glob("model*"))) == len(list(tmp_path.glob("optimizer*"))) == 1
+
+
+def test_options_are_checked_before_anything_is_initialised():
+    for kwargs, error, words in (
+        ({"accumulator_options": {"foo": 1}}, TypeError, "accumulator_options has 'foo', which FusedAcc"),
+        ({"accumulator_options": {"take": 1}}, ValueError, "accumulator_options cannot be used: take must"),
+        ({"accumulator_options": {"max_value": 1.0}, "max_norm": 0.5}, ValueError,
+         "accumulator_options cannot be used: max_norm=0.5 and max_value=1.0 exclude each other"),
+        ({"max_norm": -1.0}, ValueError, "max_norm must be above 0"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            FusedAccelerator(cpu=True, mixed_precision="bf16", **kwargs)
+    assert not PartialState._shared_state and not AcceleratorState._shared_state
+
+
+def test_free_memory_hands_the_model_over():
+    def two(kind):
+        forget()
+        model, data = model_and_data()
+        for _ in range(2):
+            accelerator = kind(cpu=True, gradient_accumulation_steps=STEPS)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if kind is FusedAccelerator and kept:
+                with pytest.raises(ValueError, match="FusedAccelerator; call free_memory"):
+                    accelerator.prepare(optimizer)
+                kept[-1][0].free_memory()
+            prepared, optimizer, loader = accelerator.prepare(model, optimizer, data)
+            for batch in loader:
+                with accelerator.accumulate(prepared):
+                    accelerator.backward(loss_of(prepared, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            kept.append((accelerator, optimizer))
+        return model
+
+    kept = []
+    model = two(FusedAccelerator)
+    assert kept[0][1].state_dict()["fastaccum"]["windows"] == 3  # and its state can still be saved
+    same_weights(model, two(accelerate.Accelerator))
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_engines_with_an_optimizer_of_their_own_are_refused(monkeypatch, engine):
+    """None of them runs here: what an Accelerator that has one says of itself."""
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", DistributedType[engine])
+    with pytest.raises(NotImplementedError, match=f"one process and with DDP, not with .*{engine}"):
+        FusedAccelerator(cpu=True)
 
 
 def test_a_plain_accelerator_serves_a_fused_accumulator():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,13 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import (  # noqa: E402
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
 
 from fastaccum import FusedAccumulator  # noqa: E402
 from fastaccum.bridges.lightning import FusedWindows  # noqa: E402
@@ -161,6 +169,151 @@ def test_a_module_can_be_fitted_again():
     second = fit(module, FusedWindows(), epochs=1)
     fit(module, windows, epochs=1)
     assert second.global_step == 3 == first.global_step
+
+
+class Fails(Module):
+    """Its sixth batch raises, unless told otherwise."""
+
+    boom = True
+
+    def training_step(self, batch, batch_idx):
+        if self.boom and batch_idx == 5:
+            raise RuntimeError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_that_fails(module, *callbacks, **options):
+    kept = {}
+
+    class Keep(Callback):
+        def setup(self, trainer, module, stage):
+            kept["trainer"] = trainer
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(module, *callbacks, Keep(), epochs=1, **options)
+    return kept["trainer"]
+
+
+@pytest.mark.parametrize("again", ["another", "the same"])
+def test_a_fit_that_failed_lets_go(again):
+    stock, module, windows = Fails(), Fails(), FusedWindows(max_norm=0.3)
+    fit_that_fails(stock, gradient_clip_val=0.3)
+    first = fit_that_fails(module, windows)
+    same_weights(module, stock)
+    assert windows.accumulator is None and type(first.optimizers[0]) is torch.optim.SGD
+    module.boom = stock.boom = False
+    stock.zero_grad()  # of the window that failed; fastaccum's is gone with its fit()
+    fit(stock, epochs=1, gradient_clip_val=0.3)
+    fit(module, FusedWindows(max_norm=0.3) if again == "another" else windows, epochs=1)
+    same_weights(module, stock)
+    own = FusedAccumulator(torch.optim.SGD(module.parameters(), lr=0.1), 2)
+    with pytest.raises(ValueError, match="owned by another FusedAccumulator"):
+        fit(module, windows, epochs=1)
+    assert own.micro_step == 0 and windows.accumulator is None
+
+
+def test_a_fit_inside_a_fit_is_told_whose_the_module_is():
+    told = []
+
+    class Second(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                module_of = module.trainer
+                with pytest.raises(ValueError) as caught:
+                    fit(module, FusedWindows(), epochs=1)
+                told.append(str(caught.value))
+                module.trainer = module_of
+
+    fit(Module(), FusedWindows(), Second(), epochs=1)
+    assert "owned by the FusedWindows of another Trainer; wait until its fit() has ended" in told[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_saved_after_fit_holds_what_one_saved_in_it_would(tmp_path, fails):
+    class Low(Fails):
+        def __init__(self):
+            super().__init__(torch.optim.AdamW, lr=0.05)
+            self.net.bfloat16()
+            self.boom = fails
+
+        def training_step(self, batch, batch_idx):
+            batch = [part.bfloat16() for part in batch]
+            return super().training_step(batch, batch_idx)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == (4 if fails else 9):
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    def saved(name):
+        return torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]
+
+    module, windows = Low(), FusedWindows(accumulator_options={"master_weights": True})
+    trainer = fit_that_fails(module, windows, Save()) if fails else fit(module, windows, Save(), epochs=1)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    inside, after = saved("inside.ckpt"), saved("after.ckpt")
+    masters = after["fastaccum"]["master_weights"]
+    assert len(masters) == 4
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values()), "more than the parameters"
+    assert after["fastaccum"]["micro_step"] == (1 if fails else 0)
+    assert after["fastaccum"]["windows"] == (1 if fails else 3)
+    same(inside, after)
+
+
+def same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_fit_without_an_optimizer_is_lightnings(manual):
+    class Nothing(Module):
+        def configure_optimizers(self):
+            return None
+
+    module, before, windows = Nothing(), Module(), FusedWindows(max_norm=0.3, reduction="mean")
+    module.automatic_optimization = not manual
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        trainer = fit(module, windows, epochs=1, accumulate_grad_batches=1)
+    assert windows.accumulator is None
+    assert trainer.global_step == (0 if manual else BATCHES)
+    same_weights(module, before, atol=0)
+    fit(Module(), windows, epochs=1)  # and the same callback with one
+
+
+def test_options_are_checked_at_construction():
+    for options, error, words in (
+        ({"foo": 1}, TypeError, "accumulator_options has 'foo', which FusedAccumulator does not take"),
+        (
+            {"max_value": 1.0},
+            ValueError,
+            "accumulator_options cannot be used: max_norm=0.3 and max_value=1.0",
+        ),
+        ({"norm_type": 0}, ValueError, "accumulator_options cannot be used: norm_type must be above 0"),
+    ):
+        with pytest.raises(error, match=words):
+            FusedWindows(max_norm=0.3, accumulator_options=options)
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy])
+def test_engines_of_their_own_are_refused(kind):
+    """None of them runs here: what the callback asks of a Trainer that has one."""
+    module, windows = Module(), FusedWindows()
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = SimpleNamespace(strategy=kind.__new__(kind), optimizers=[plain], gradient_clip_val=None)
+    with pytest.raises(NotImplementedError, match=f"one device and with DDP, not with {kind.__name__}"):
+        windows.on_fit_start(trainer, module)
+    assert trainer.optimizers == [plain] and windows.accumulator is None
+    trainer.strategy = DDPStrategy()
+    windows.on_fit_start(trainer, module)
+    assert trainer.optimizers == [windows.accumulator]
 
 
 def test_a_batch_without_a_loss_is_left_out():

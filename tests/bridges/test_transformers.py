@@ -242,6 +242,186 @@ def test_a_second_train_takes_new_arguments_over(tmp_path):
     assert first.max_norm is None
 
 
+def momenta(trainer):
+    return [state["momentum_buffer"].clone() for state in trainer.optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("take", ["step", "backward"])
+def test_trainers_take_turns_on_one_model(tmp_path, take):
+    """As stock ones do: each goes on with its own optimizer, and what one leaves is not the other's."""
+
+    def three_turns(kind, **extra):
+        model = gpt2().double()
+        common = {"compute_loss_func": sum_over_tokens, "max_grad_norm": 0.75, "num_train_epochs": 1}
+        first = make(tmp_path, model, kind, **common, **extra)
+        second = make(tmp_path, model, kind, **common, **extra)
+        first.train()
+        kept = momenta(first)
+        second.train()
+        assert all(map(torch.equal, kept, momenta(first)))
+        first.train()
+        return model, first, second
+
+    wanted, stock, _ = three_turns(transformers.Trainer)
+    model, first, second = three_turns(FusedTrainer, accumulator_options={"take": take})
+    same_weights(model, wanted, rtol=0, atol=1e-12)
+    for mine, theirs in zip(momenta(first), momenta(stock), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    # Six windows of the first, three of the second; each has its own count and state.
+    assert [t.accumulator.window_state_dict()["windows"] for t in (first, second)] == [6, 3]
+    FusedAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 4)  # and the model is the user's again
+    with pytest.raises(ValueError, match="owned by another FusedAccumulator"):
+        wrapper = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 4)
+        assert wrapper
+        first.train()
+
+
+def test_master_weights_outlive_a_training(tmp_path):
+    model = gpt2().bfloat16()
+    trainer = make(tmp_path, model, max_grad_norm=0.0, accumulator_options={"master_weights": True})
+    trainer.train()
+    torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    masters = torch.load(tmp_path / "optimizer.pt", weights_only=True)["fastaccum"]["master_weights"]
+    assert len(masters) == len(list(model.parameters()))
+    for number, param in enumerate(trainer.accumulator._roster.params):
+        assert torch.equal(masters[number].bfloat16(), param)
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values()), "more than the parameters"
+
+
+@pytest.mark.parametrize("take", ["step", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "before the update"])
+def test_a_training_that_failed_lets_go_too(tmp_path, where, take):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("boom")
+
+    class Boom(FusedTrainer):
+        calls = 0
+
+        def compute_loss(self, model, *args, **kwargs):
+            self.calls += 1
+            if self.calls != 6 or where == "before the update":
+                return super().compute_loss(model, *args, **kwargs)
+            if where == "forward":
+                raise RuntimeError("boom")
+            # Fails in the middle: the layers above have their gradients by then.
+            handle = model.transformer.h[0].register_forward_hook(lambda m, i, out: Fails.apply(out))
+            try:
+                return super().compute_loss(model, *args, **kwargs)
+            finally:
+                handle.remove()
+
+    class Stop(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if where == "before the update" and state.global_step == 1 and trainer.calls == 8:
+                raise RuntimeError("boom")
+
+    model = gpt2()
+    options = {"max_grad_norm": 0.5, "accumulator_options": {"take": take}}
+    trainer = make(tmp_path, model, Boom, callbacks=[Stop()], **options)
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    wanted = copy.deepcopy(model)
+    torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")  # it can be saved
+    make(tmp_path, model, **options).train()
+    make(tmp_path, wanted, transformers.Trainer, max_grad_norm=0.5).train()
+    same_weights(model, wanted, rtol=0, atol=2e-6)
+    trainer.train()  # and goes on
+    assert trainer.state.global_step == 6
+
+
+def test_a_trainer_beside_one_that_trains_is_told_whose_the_model_is(tmp_path):
+    class Second(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 1 and not told:
+                with pytest.raises(ValueError) as caught:
+                    make(tmp_path, model).train()
+                told.append(str(caught.value))
+
+    told, model, wanted = [], gpt2(), gpt2()
+    make(tmp_path, model, callbacks=[Second()]).train()
+    assert "owned by a FusedTrainer; wait until its train() has ended" in told[0]
+    make(tmp_path, wanted).train()
+    same_weights(model, wanted, rtol=0, atol=0)
+
+
+BAD_OPTIONS = [
+    (
+        {"foo": 1},
+        TypeError,
+        "accumulator_options has 'foo', which FusedAccumulator does not take: .*max_value",
+    ),
+    ({"max_value": -1.0}, ValueError, "accumulator_options cannot be used: max_value must be above 0"),
+    ({"take": "later"}, ValueError, "accumulator_options cannot be used: take must be one of"),
+    ({"backend": "fast"}, ValueError, "accumulator_options cannot be used: backend must be one of"),
+    ({"master_weights": 1}, TypeError, "accumulator_options cannot be used: master_weights must be a bool"),
+    ({"wire_dtype": torch.bfloat16}, NotImplementedError, "accumulator_options cannot be used: wire_dtype="),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), BAD_OPTIONS)
+def test_options_are_checked_at_construction(tmp_path, options, error, words):
+    with pytest.raises(error, match=words):
+        make(tmp_path, gpt2(), accumulator_options=options, max_grad_norm=0.0)
+
+
+def test_max_grad_norm_is_checked_at_construction_in_its_own_name(tmp_path):
+    model = gpt2()
+    for wrong in (-1.0, float("nan"), None):
+        with pytest.raises(ValueError, match="^max_grad_norm must be a number of at least 0"):
+            make(tmp_path, model, max_grad_norm=wrong)
+    clips_by_value = {"accumulator_options": {"max_value": 1e-3}}
+    with pytest.raises(ValueError, match=r"^max_grad_norm=1.0 .*max_value.*set max_grad_norm=0"):
+        make(tmp_path, model, **clips_by_value)
+    trainer = make(tmp_path, model, max_grad_norm=0.0, **clips_by_value)
+    trainer.train()
+    # It may change between trainings: refused then, and nothing is lost.
+    trainer.args.max_grad_norm = 0.5
+    with pytest.raises(ValueError, match="set max_grad_norm=0"):
+        trainer.train()
+    trainer.args.max_grad_norm = 0.0
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_fp16_fsdp_and_deepspeed_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="fp16=True scales the loss.*use bf16=True"):
+        make(tmp_path, gpt2(), fp16=True)
+
+    class Engine(FusedTrainer):
+        """Neither runs here: what the Trainer knows of them once its Accelerator is made."""
+
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.is_fsdp_enabled, self.is_deepspeed_enabled = engine == "FSDP", engine == "DeepSpeed"
+
+    for engine in ("FSDP", "DeepSpeed"):
+        with pytest.raises(NotImplementedError, match=f"FusedTrainer does not work with {engine}: .*DDP"):
+            make(tmp_path, gpt2(), Engine, sgd=False)
+
+
+def test_the_wrong_order_of_bases_is_refused():
+    words = r"^Mine has Trainer before FusedTraining.*class Mine\(FusedTraining, \.\.\.\)"
+    for base in (transformers.Trainer, transformers.Seq2SeqTrainer):
+        with pytest.raises(TypeError, match=words):
+            type("Mine", (base, FusedTraining), {})
+        right = type("Mine", (FusedTraining, base), {})
+        type("More", (right,), {})
+    type("Last", (transformers.Seq2SeqTrainer, FusedTrainer), {})  # before Trainer all the same
+
+
+def test_grad_norm_may_be_logged_without_a_training(tmp_path):
+    trainer = make(tmp_path, gpt2())
+    trainer.log({"grad_norm": 2.0})
+    assert trainer.state.log_history[-1]["grad_norm"] == 2.0
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     model = gpt2()
     for name in ("accumulation_steps", "reduction", "max_norm", "scaler"):
