@@ -197,6 +197,7 @@ class Machine(RuleBasedStateMachine):
         self.seen_updates = 0
         self.scales = {}
         self.snapshot = None
+        self.windows_not_counted = 0  # of the model's: the state knows nothing of them
         self._watch()
 
     def _twin(self, shape, dtype, seed):
@@ -539,6 +540,7 @@ class Machine(RuleBasedStateMachine):
             saved["values"] = [p.detach().clone() for p in self.params]
             saved["masters"] = [p.detach().clone() for p in self.twins]
             saved["steps"] = self.model.accumulation_steps
+            saved["windows"] = self.model.windows - self.windows_not_counted
             self.snapshot = saved
 
     @precondition(lambda self: self.snapshot is not None and not self.model.broken)
@@ -564,6 +566,8 @@ class Machine(RuleBasedStateMachine):
                 twin.copy_(master)
         self.wrapper.load_state_dict(real)
         self.model.load_state_dict(model)
+        if window:
+            self.windows_not_counted = self.model.windows - saved["windows"]
 
     def _start_elsewhere(self, steps):
         """A new process: new parameters, optimizer and wrapper, with groups as they are now."""
@@ -593,6 +597,7 @@ class Machine(RuleBasedStateMachine):
         self.model.accumulation_steps = steps
         self.model.updated = self.model.stepped = False
         self.model.norm, self.model.skipped = 0.0, 0
+        self.windows_not_counted = self.model.windows
         self._watch()
 
     @precondition(_may_save)
@@ -641,7 +646,7 @@ class Machine(RuleBasedStateMachine):
             assert self.scaler.get_scale() == model.scale
         if self.tracks and model.windows > self.windows_seen:
             stats = wrapper.stats()
-            assert stats["window"] == model.windows - self.windows_before
+            assert stats["window"] == model.windows - self.windows_not_counted
             assert stats["skipped"] == model.skipped and same_number(stats["norm"], model.norm, 5e-7)
             self._same_norms(wrapper.parameter_norms)
         self.windows_seen = model.windows

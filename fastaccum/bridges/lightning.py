@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from fastaccum import arguments
 from fastaccum.accumulator import FusedAccumulator
 from fastaccum.bridges import missing
@@ -28,7 +31,6 @@ try:
     )
 except ImportError as error:
     raise missing("lightning", "lightning", error) from error
-
 
 # Derived from those that are served, with engines of their own.
 _NOT_SERVED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
@@ -123,8 +125,9 @@ class FusedWindows(Callback):
         accumulator.let_go()
         if trainer.optimizers == [accumulator]:
             trainer.optimizers = [accumulator.optimizer]
-            # Now, as Lightning is about to move the parameters to the CPU.
-            self._left = accumulator.optimizer, accumulator.window_state_dict()
+            # Now, and to the CPU: Lightning is about to move the parameters there and to free the GPU.
+            entry = tree_map_only(Tensor, Tensor.cpu, accumulator.window_state_dict())
+            self._left = accumulator.optimizer, entry
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
