@@ -274,6 +274,8 @@ class Machine(RuleBasedStateMachine):
         assume(numbers and not self.model.broken)
         how = "wrapper" if how == "loss" and self.scaler else how  # the scaled loss comes from the wrapper
         zero = how == "weighted" and weight[1] == 0
+        # A sum over no items has the gradient 0. What was added before may be another, and is not taken out.
+        assume(not (zero and self.model.taken_plain))
         grads, expanded_grads = {}, {}
         for i in numbers:
             grad = make_grad(self.params[i], seed + i)
