@@ -125,7 +125,7 @@ class FusedAccumulator(nn.Cell):
         # From now on a graph of the user's may know the window; all else is for the graphs that are run here.
         self._window_home = Homes([*self.sum.get_parameters(), *self.outcome.get_parameters()])
         self._homes: Homes | None = None
-        self._held = self._held_now()
+        self._held = self._read_window()
 
     # ------------------------------------------------------------------------------------ micro-batches
 
@@ -171,8 +171,7 @@ class FusedAccumulator(nn.Cell):
                 "the optimizer's list of parameters has changed since it was wrapped: wrap it again after "
                 "the last group was added"
             )
-        self._settle_window()
-        held = self.sum.window.asnumpy()
+        held = self._settle_window()
         if held[operators.MICRO_BATCHES] >= self._steps_wanted:
             raise RuntimeError(
                 f"the window already holds its {self._steps_wanted} micro-batches and could not be closed: "
@@ -217,7 +216,7 @@ class FusedAccumulator(nn.Cell):
 
     @property
     def max_norm(self) -> float | None:
-        """The limit of the global norm, or None; may be changed at any time, what counts is the window's end."""
+        """The limit of the global norm, or None; may be changed: it counts when the window ends."""
         return self._max_norm
 
     @max_norm.setter
@@ -279,8 +278,7 @@ class FusedAccumulator(nn.Cell):
     def close_if_due(self) -> None:
         """Updates if the window is full."""
         self.updated = self.stepped = False
-        self._settle_window()
-        if self.micro_step >= self._steps_wanted:
+        if self._settle_window()[operators.MICRO_BATCHES] >= self._steps_wanted:
             self._close()
 
     def flush(self) -> bool:
@@ -290,8 +288,7 @@ class FusedAccumulator(nn.Cell):
             RuntimeError: ``nonfinite="error"`` and the window is not finite.
         """
         self.updated = self.stepped = False
-        self._settle_window()
-        if not self.micro_step:
+        if not self._settle_window()[operators.MICRO_BATCHES]:
             return False
         self._close()
         return True
@@ -300,7 +297,7 @@ class FusedAccumulator(nn.Cell):
         """Drops the open window."""
         self._window_home.settle()
         self.sum.clear()
-        self._held = self._held_now()
+        self._held = self._read_window()
 
     def settle(self) -> None:
         """Makes compiled graphs see values that were loaded (``load_param_into_net``, ``set_data``).
@@ -314,7 +311,7 @@ class FusedAccumulator(nn.Cell):
         """
         self.homes.settle()
         self._window_home.settle()
-        self._held = self._held_now()
+        self._held = self._read_window()
 
     @property
     def homes(self) -> Homes:
@@ -323,21 +320,22 @@ class FusedAccumulator(nn.Cell):
             self._homes = Homes([*self._end.get_parameters(), *self.optimizer.get_parameters()])
         return self._homes
 
-    def _held_now(self) -> list[float]:
-        """What the window holds, in the memory that graphs know."""
-        return self._window_home.value(self.sum.window)
+    def _read_window(self) -> list[float]:
+        return self.sum.window.asnumpy().tolist()
 
-    def _settle_window(self) -> None:
+    def _settle_window(self) -> list[float]:
+        """Brings a loaded window home; what it holds, which is kept to see whether another graph adds."""
         homes = self.homes  # made before any graph runs from here
         if self._window_home.moved():
-            if self._held_now() != self._held:
+            if self._window_home.at_home(self.sum.window).asnumpy().tolist() != self._held:
                 raise RuntimeError(
                     "a window was loaded, and a graph of your own added micro-batches that may not be in it: "
                     "call settle() right after load_param_into_net, or now to go on with what was loaded"
                 )
             homes.settle()
             self._window_home.settle()
-        self._held = self._held_now()
+        self._held = self._read_window()
+        return self._held
 
     def _close(self) -> None:
         self.homes.settle()
@@ -355,7 +353,7 @@ class FusedAccumulator(nn.Cell):
             self._end(self._control, self._hyper)
             self.stepped = not self.outcome.number(operators.SKIP)
         self.updated = True
-        self._held = self._held_now()
+        self._held = [0.0] * operators.WINDOW_COLUMNS
 
     def _call_optimizer(self) -> None:
         finished = self._end.of_window(self._control, self._hyper)

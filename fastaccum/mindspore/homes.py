@@ -43,9 +43,9 @@ class Homes:
             self._homes.append(Tensor(parameter))  # the same memory, which it keeps alive
             self._pointers.append(pointer)
 
-    def value(self, parameter: Parameter) -> list[Any]:
+    def at_home(self, parameter: Parameter) -> Tensor:
         """What lies in the home of one of them."""
-        return self._homes[[p is parameter for p in self._parameters].index(True)].asnumpy().tolist()
+        return self._homes[[p is parameter for p in self._parameters].index(True)]
 
     def moved(self) -> list[int]:
         """The numbers of those that were given other memory; costs half a microsecond for each parameter."""

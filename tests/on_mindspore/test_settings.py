@@ -137,14 +137,14 @@ def test_a_train_step_follows_the_loss_scale():
 
 def test_a_train_step_scales_what_would_vanish_in_16_bits():
     p = Parameter(Tensor(np.zeros(4, np.float32)).astype(mindspore.float16), name="p")
-    accumulator = FusedAccumulator(nn.SGD([p], 1.0), 1, loss_scale=2.0**10)
-    small = Tensor(2.0**-20, mindspore.float16)
+    accumulator = FusedAccumulator(nn.SGD([p], 1.0), 1, loss_scale=2.0**14)
+    small = Tensor(2.0**-13, mindspore.float16)
 
     def loss(x):
-        return (p * x * small).sum()
+        return (p * x).sum() * small
 
     step = TrainStep(loss, accumulator)
-    x = Tensor(np.full(4, 2.0**-6, np.float32)).astype(mindspore.float16)
+    x = Tensor(np.full(4, 2.0**-13, np.float32)).astype(mindspore.float16)
     assert step(x).dtype == mindspore.float16
     assert math.isclose(float(accumulator.norm), 2.0**-25, rel_tol=1e-3)  # 2 * 2**-26, which float16 has not
     accumulator.loss_scale = 1.0
