@@ -6,17 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Tensor, nn
 
 from fastaccum.mindspore.accumulator import FusedAccumulator
+from fastaccum.mindspore.homes import held_by
 
 
 class TrainStep(nn.Cell):
     """Runs a micro-batch: returns its loss, and updates when the window is full.
 
     Args:
-        network: a cell (or a function) of the inputs that returns the loss, a 0-d Tensor; e.g.
-            ``nn.WithLossCell(net, loss_fn)``.
+        network: a cell (or a function) of the inputs that returns the loss, one number; e.g.
+            ``nn.WithLossCell(net, loss_fn)``. What a function refers to by name is looked through for
+            parameters that were loaded.
         accumulator: wraps the optimizer of its parameters. If it has a ``loss_scale``, the loss is multiplied
             by it for the backward pass.
 
@@ -36,17 +39,27 @@ class TrainStep(nn.Cell):
         self.network = network
         self.accumulator = accumulator
         self.sum = accumulator.sum
-        self.scale = accumulator.loss_scale
         self._gradients = mindspore.value_and_grad(self._scaled, None, accumulator.parameters)
+        self._ran = False
 
-    def _scaled(self, *inputs: Any) -> Tensor:
-        return self.network(*inputs) * self.scale
+    def _scaled(self, scale: Tensor, *inputs: Any) -> Tensor:
+        loss = self.network(*inputs)
+        # Raised while the graph is compiled, before any of it runs.
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "network must return its loss, a Tensor of one number; it returned something else"
+            )
+        if loss.size != 1:
+            raise ValueError(
+                f"network must return its loss, one number, got shape {loss.shape}: take its mean or sum"
+            )
+        return loss * scale.astype(loss.dtype)
 
     @mindspore.jit
-    def _micro_batch(self, weight: Tensor, *inputs: Any) -> Tensor:
-        loss, gradients = self._gradients(*inputs)
+    def _micro_batch(self, weight: Tensor, scale: Tensor, *inputs: Any) -> Tensor:
+        loss, gradients = self._gradients(scale, *inputs)
         self.sum.add(weight, *gradients)
-        return loss / self.scale
+        return loss / scale.astype(loss.dtype)
 
     def __call__(self, *inputs: Any, weight: float | None = None, count: float | None = None) -> Tensor:
         """Runs a micro-batch.
@@ -58,9 +71,19 @@ class TrainStep(nn.Cell):
 
         Returns:
             the loss.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as :meth:`FusedAccumulator.step`; or the network does not
+                return one number.
         """
-        loss = self._micro_batch(self.accumulator.weight_of(weight, count), *inputs)
-        self.accumulator.close_if_due()
+        accumulator = self.accumulator
+        given = accumulator.open_micro_batch(weight, count)
+        if not self._ran:
+            accumulator.homes.keep(held_by(self.network))
+            self._ran = True
+        accumulator.homes.settle()
+        loss = self._micro_batch(given, Tensor(np.float64(accumulator.loss_scale)), *inputs)
+        accumulator.close_if_due()
         return loss
 
     def construct(self, *inputs: Any) -> Tensor:
