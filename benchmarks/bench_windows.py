@@ -129,7 +129,7 @@ def cases() -> list[Case]:
     both = [*best, "stock loop"]
     everybody = list(providers.WINDOW_PROVIDERS)
     found = []
-    for steps, names, rounds in ((1, both, 11), (2, best, 15), (4, both, 9), (16, best, 7)):
+    for steps, names, rounds in ((1, both, 11), (2, best, 15), (4, both, 9), (16, best, 5)):
         options = {"rounds": rounds, "quick": steps == 1, "quick_rounds": 3}
         found.append(_case("gpt2-124m", named("gpt2-124m"), steps, names, **options))
     found.append(_case("gpt2-124m", named("gpt2-124m"), 64, best, rounds=3))
