@@ -69,8 +69,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--allocator",
         choices=list(harness.ALLOCATORS),
         action="append",
-        help="allocator setting (default: the page-fault-free one, and without --quick the C library's own for "
-        "the cases of the goals)",
+        help="allocator setting (default: the page-fault-free one, and without --quick the C library's own "
+        "for the cases of the goals)",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
