@@ -45,9 +45,9 @@ demo: $(STAMP)
 	$(BIN)/python -m fastaccum demo $(ARGS)
 
 # A process per core; a file stays in one, as its tests share what they build.
-PARALLEL := -n auto --dist loadfile
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 INNER_LOOP := accumulator arguments clip_functions clipping docs failures field_cases fuzz groups layers layout \
   mixed_precision ops parameters readme weights
@@ -55,13 +55,13 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m quick $(INNER_LOOP:%=tests/test_%.py) $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m slow $(ARGS)
 
 # What drives the wrapper; the ops themselves have their own tests on every backend.
 ON_ANY_BACKEND := accumulator arguments clip_functions clipping failures fuzz groups hooks mixed_precision parameters state \
   stock take_backward training weights
 test-emulated: $(STAMP)
-	$(BIN)/python -m pytest -q --emulated $(ON_ANY_BACKEND:%=tests/test_%.py) $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) --emulated $(ON_ANY_BACKEND:%=tests/test_%.py) $(ARGS)
 
 # An environment that has .venv's packages too, and whose own come first.
 define beside
@@ -76,7 +76,7 @@ TRITON ?= 3.9.0
 TRITON_ENV := .venv/triton-$(TRITON)
 TRITON_STAMP := $(TRITON_ENV)/.installed-$(KEY)
 test-triton: $(TRITON_STAMP)
-	TRITON_INTERPRET=1 $(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_backend.py \
+	TRITON_INTERPRET=1 $(TRITON_ENV)/bin/python -m pytest -q $(PARALLEL) tests/test_triton_backend.py \
 	  tests/test_triton_kernels.py $(ARGS)
 	$(TRITON_ENV)/bin/python -m pytest -q tests/test_triton_compile.py $(ARGS)
 
@@ -181,7 +181,7 @@ sanitize: $(STAMP)
 	cd $(SANITIZED) && \
 	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  ../../$(BIN)/python -m pytest -q -m "native and quick" $(ARGS)
+	  ../../$(BIN)/python -m pytest -q $(PARALLEL) -m "native and quick" $(ARGS)
 
 clean:
 	rm -rf .venv .coverage* build dist *.egg-info fastaccum/*.so fastaccum/_build_note.txt
