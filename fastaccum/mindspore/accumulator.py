@@ -317,7 +317,8 @@ class FusedAccumulator(nn.Cell):
     def homes(self) -> Homes:
         """What :meth:`settle` brings home besides the window: what graphs that are run from here hold."""
         if self._homes is None:
-            self._homes = Homes([*self._end.get_parameters(), *self.optimizer.get_parameters()])
+            others = [*self._end.get_parameters(), *self.optimizer.get_parameters()]
+            self._homes = Homes([p for p in others if p not in self._window_home])
         return self._homes
 
     def _read_window(self) -> list[float]:

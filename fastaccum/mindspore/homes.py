@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
-import mindspore
 from mindspore import Parameter, Tensor, nn
 
 
@@ -30,6 +29,10 @@ class Homes:
         self._homes: list[Tensor] = []
         self._pointers: list[int] = []
         self.keep(parameters)
+
+    def __contains__(self, parameter: Parameter) -> bool:
+        """Whether it is one of them."""
+        return any(parameter is known for known in self._parameters)
 
     def keep(self, parameters: Iterable[Parameter]) -> None:
         """Takes the memory that these have now for their home, but for those that have one already."""
@@ -70,10 +73,7 @@ class Homes:
                     "optimizer again"
                 )
         for i in moved:
-            self._homes[i].copy_(Tensor(self._parameters[i]))
-        if moved:
-            mindspore.runtime.synchronize()
-        for i in moved:
+            self._homes[i].copy_(Tensor(self._parameters[i])).asnumpy()  # which waits until it is done
             self._parameters[i].set_data(self._homes[i], slice_shape=self._parameters[i].sliced)
 
 

@@ -49,7 +49,7 @@ def test_a_rolled_back_training_goes_on_as_if_nothing_had_been(make, steps, at, 
         return FusedAccumulator(make(parameters()), steps, max_norm=1.0)
 
     micro = [tensors(arrays(i)) for i in range(9)]
-    through, rolled, fresh = made(), made(), made()
+    through, rolled, fresh, unused = made(), made(), made(), made()
     for grads in micro:
         through.step(grads)
     for grads in micro[:at]:
@@ -59,13 +59,17 @@ def test_a_rolled_back_training_goes_on_as_if_nothing_had_been(make, steps, at, 
     for i in range(4):
         rolled.step(tensors(arrays(100 + i)))
     fresh.step(tensors(arrays(99)))  # everything that can be compiled has been
-    for accumulator in (rolled, fresh):
-        missing, unused = mindspore.load_param_into_net(accumulator, mindspore.load_checkpoint(file))
-        assert not missing and not unused and accumulator.micro_step == at % steps
+    for accumulator in (rolled, fresh, unused):
+        missing, left = mindspore.load_param_into_net(accumulator, mindspore.load_checkpoint(file))
+        assert not missing and not left and accumulator.micro_step == at % steps
         for grads in micro[at:]:
             accumulator.step(grads)
         assert accumulator.updated and accumulator.micro_step == 0
-        assert equal(state_of(accumulator), state_of(through))
+        got, wanted = state_of(accumulator), state_of(through)
+        # MindSpore's own RMSProp rounds by where its state lies in memory.
+        near = make is OPTIMIZERS["nn.RMSProp"]
+        assert got.keys() == wanted.keys()
+        assert all(np.allclose(got[n], wanted[n], 1e-5, 1e-8) for n in got) if near else equal(got, wanted)
 
 
 @pytest.mark.usefixtures("_mode")
