@@ -13,10 +13,12 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import (  # noqa: E402
     __main__,
+    agreement,
     bench_clip,
     bench_memory,
     bench_microbatch,
     bench_ops,
+    bench_training,
     bench_windows,
     goals,
     harness,
@@ -224,6 +226,35 @@ def test_windows_agree_and_run(steps):
     run_once(prepared)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", providers.UPDATES)
+def test_windows_of_every_update_agree_and_run(update, dtype):
+    prepared = bench_windows.prepare(TINY, 3, ["fastaccum", "stock best"], update, dtype)
+    ours(prepared)
+    record = run_once(prepared)
+    assert record["facts"]["update"] == update and record["facts"]["dtype"] == str(dtype)
+
+
+@pytest.mark.parametrize("name", ["docstrings_task", "digits_task"])
+def test_trainings_agree_run_and_tell_their_peak(name):
+    pytest.importorskip("sklearn")
+    prepared = bench_training.prepare(name, 2)
+    ours(prepared)
+    record = run_once(prepared)
+    peaks = {who: peak["bytes"]["bytes"] for who, peak in record["peak"].items()}
+    # One more set of gradients, kept, and the buffer.
+    assert peaks["stock loop"] <= peaks["fastaccum take=backward"] < peaks["fastaccum"]
+    (row, *_) = table.case_rows(record)
+    assert row[-2].endswith("/s")
+
+
+def test_a_training_that_ends_elsewhere_is_found(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(bench_training.Best, "options", {"fused": True, "weight_decay": 30.0})
+    with pytest.raises(AssertionError, match="the loss after two windows: stock best"):
+        bench_training.prepare("digits_task", 2)
+
+
 def test_peers_run_or_say_why_not():
     prepared = bench_windows.prepare(TINY, 2, list(providers.WINDOW_PROVIDERS))
     assert set(prepared.samplers) | set(prepared.missing) == set(providers.WINDOW_PROVIDERS)
@@ -244,6 +275,9 @@ def test_window_bytes_are_those_of_the_design():
     assert bench_windows.window_bytes("fastaccum", 1, 1) == {"window": 32, "window end": 32}
     assert bench_windows.window_bytes("fastaccum", 4, 1) == {"window": 64, "window end": 40}
     assert bench_windows.window_bytes("stock best", 4, 1) == {"window": 76, "window end": 52}
+    # bf16: parameter and moments 2 bytes each, the buffer 4.
+    assert bench_windows.window_bytes("fastaccum", 3, 1, "SGD", 2) == {"window": 30, "window end": 22}
+    assert bench_windows.window_bytes("stock best", 3, 1, "SGD", 2) == {"window": 28, "window end": 22}
 
 
 @pytest.mark.parametrize("clips", [True, False])
@@ -367,14 +401,34 @@ def test_unknown_case_names_are_rows_of_the_table():
     assert [(row["name"], row["status"]) for row in rows] == [("bogus", "skipped")]
 
 
+def test_two_runs_agree_or_their_ratios_are_named():
+    def run(value):
+        against = {"stock best": {"window": {"value": value, "spread": 0.01}}}
+        return {"results": {"resident": [{"name": "a", "status": "ok", "against": against}]}}
+
+    assert agreement.rows(run(2.2), run(2.0)) == ([], "1 of 1 ratios agree within 15 %")
+    rows, words = agreement.rows(run(2.4), run(2.0))
+    assert rows == [["resident", "a", "stock best", "window", "2.000", "2.400", "+20 %", "0 %"]]
+    assert words == "0 of 1 ratios agree within 15 %"
+
+
 def test_the_command_end_to_end(tmp_path, capsys):
-    report = tmp_path / "report.json"
+    pytest.importorskip("pytest_benchmark")
+    report, exchanged = tmp_path / "report.json", tmp_path / "exchanged.json"
     arguments = ["--quick", "--only", "window/tiny", "--only", "bogus", "--json", str(report)]
+    arguments += ["--provider", "stock best", "--provider", "nobody"]
+    arguments += ["--pytest-benchmark-json", str(exchanged)]
     assert __main__.main([*arguments, "--plots", str(tmp_path)]) == 0
     found = json.loads(report.read_text())
+    names = {benchmark["name"] for benchmark in json.loads(exchanged.read_text())["benchmarks"]}
+    assert names == {"window/tiny/K=2[fastaccum]", "window/tiny/K=2[stock best]"}
+    assert "samples" not in found["results"][harness.RESIDENT][-1]
     results = {r["name"]: r for r in found["results"][harness.RESIDENT]}
     assert results["window/tiny/K=2"]["status"] == "ok"
     assert results["bogus"]["status"] == "skipped"
     assert found["environment"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert "stock best" in printed and "bogus" in printed and "Goals" in printed
+    assert "this case has no provider of that name" in printed and "stock loop" not in printed
+    assert __main__.main(["--quick", "--only", "window/tiny", "--compare", str(report)]) == 0
+    assert "ratios agree within 15 %" in capsys.readouterr().out
