@@ -36,6 +36,25 @@ def select(cases: list[Case], only: list[str], quick: bool) -> tuple[list[Case],
     return chosen, unknown
 
 
+def merged(old: dict, new: dict) -> dict:
+    """An earlier report with the cases of a new one in their places; both commits are named.
+
+    Raises:
+        SystemExit: they are of different machines, versions or settings.
+    """
+    before, after = dict(old["environment"]), dict(new["environment"])
+    commits = before.pop("commit").split(", ") + after.pop("commit").split(", ")
+    if before != after:
+        apart = [name for name in after if before.get(name) != after[name]]
+        raise SystemExit(f"--into: the earlier run differs in {', '.join(apart)}")
+    for allocator, results in new["results"].items():
+        fresh = {result["name"]: result for result in results}
+        kept = old["results"].setdefault(allocator, [])
+        old["results"][allocator] = [fresh.pop(r["name"], r) for r in kept] + list(fresh.values())
+    environment = {**after, "commit": ", ".join(dict.fromkeys(commits))}
+    return {**old, "date": new["date"], "environment": environment}
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
@@ -62,6 +81,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare", type=Path, metavar="FILE", help="an earlier --json: do its ratios agree with this run's?"
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="an earlier --json of this machine: what is run now takes its cases' places there",
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the PNG plots here")
     parser.add_argument("--threads", type=int, default=2, help="threads of every provider")
@@ -119,6 +144,9 @@ def main(argv: list[str] | None = None) -> int:
                     if options.json:  # each time: a long run may be interrupted
                         options.json.write_text(json.dumps(report, indent=1) + "\n")
                 progress.on(event, allocator)
+    if options.into:
+        report = merged(json.loads(options.into.read_text()), report)
+        options.into.write_text(json.dumps(report, indent=1) + "\n")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.pytest_benchmark_json:

@@ -40,8 +40,9 @@ def window_bytes(
 def assert_agree(made: dict[str, providers.WindowProvider], templates: list[torch.Tensor]) -> None:
     """Every provider has the same norm, state and parameters after the same window.
 
-    PyTorch sums a tensor's norm in float32, which is wrong by 9e-4 for the embedding of GPT-2; so
-    its norm gets that much room, and its own clip factor is taken out before moments are compared.
+    PyTorch sums a tensor's norm in float32, which is wrong by 9e-4 for the embedding of GPT-2 and by 1.1e-2
+    for one tensor of 1e8 elements; so its norm gets that much room, and its own clip factor is taken out
+    before moments are compared.
     The moments say more than the parameters: AdamW's first update is nearly the gradient's sign,
     so that a wrong factor would hide in it. In bf16, which stock sums in and has 8 bits, they are held
     to 3 %.
@@ -53,7 +54,7 @@ def assert_agree(made: dict[str, providers.WindowProvider], templates: list[torc
     (first_name, first), *others = made.items()
     rough = first.dtype == torch.bfloat16
     for name, provider in made.items():
-        room = 1e-6 if name.startswith("fastaccum") and not rough else 2e-3
+        room = 1e-6 if name.startswith("fastaccum") and not rough else 2e-2
         assert abs(provider.norm() / true - 1.0) < room, f"norm: {name}: {provider.norm()} / {true}"
     for name, other in others:
         factor = other.norm() / first.norm()

@@ -401,6 +401,22 @@ def test_unknown_case_names_are_rows_of_the_table():
     assert [(row["name"], row["status"]) for row in rows] == [("bogus", "skipped")]
 
 
+def test_cases_that_were_run_again_take_their_places():
+    def run(commit, **cases):
+        results = [{"name": name, "value": value} for name, value in cases.items()]
+        return {
+            "date": commit,
+            "environment": {"cpu": "x", "commit": commit},
+            "results": {"resident": results},
+        }
+
+    found = __main__.merged(run("a", one=1, two=2), run("b", two=3, new=4))
+    assert found == run("a, b", one=1, two=3, new=4) | {"date": "b"}
+    other = run("b", two=3) | {"environment": {"cpu": "y", "commit": "b"}}
+    with pytest.raises(SystemExit, match="differs in cpu"):
+        __main__.merged(run("a", one=1), other)
+
+
 def test_two_runs_agree_or_their_ratios_are_named():
     def run(value):
         against = {"stock best": {"window": {"value": value, "spread": 0.01}}}
