@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -56,11 +55,3 @@ def test_the_run_says_where_it_was_made_and_has_every_goal(report):
     names = {result["name"] for result in report["results"]["resident"]}
     assert {goal.case for goal in GOALS} <= names
     assert all(result["status"] == "ok" for result in report["results"]["resident"])
-
-
-def test_every_result_is_named_in_the_readme_or_beside_it():
-    files = {path.name for path in Path(readme.PICTURES).iterdir()}
-    text = readme.README.read_text()
-    documents = "".join(path.read_text() for path in (readme.ROOT / "docs").glob("*.md"))
-    for name in files:
-        assert name in text or name in documents or name.removesuffix(".json") in text, name
