@@ -58,7 +58,7 @@ def _times(case: dict, provider: str, metric: str) -> str:
 
 def _help(cases: dict[str, dict]) -> list[str]:
     rows = [
-        "| times faster, from the end of backward on | K = 1 | K = 2 | K = 4 | K = 16 "
+        "| times as fast, from the end of backward on | K = 1 | K = 2 | K = 4 | K = 16 "
         "| the loop with a default `AdamW`, K = 4 |",
         "|---|---|---|---|---|---|",
     ]
@@ -93,10 +93,10 @@ def _trainings(cases: dict[str, dict]) -> str:
         best, loop = (_times(case, f"stock {kind}", "window") for kind in ("best", "loop"))
         rate = f"{case['facts']['items'] / seconds:,.0f} {case['facts']['unit']}/s"
         memory = f'peak memory {peak:.2f} times, with `take="backward"` {less:.2f}'
-        parts.append(f"{words} {best} times PyTorch's best and {loop} times the loop ({rate}; {memory})")
+        parts.append(f"{words} {best} against PyTorch's best, {loop} against the loop ({rate}; {memory})")
     return (
         "**Where it will not help:** where forward and backward take nearly all of the time. Whole trainings "
-        f"of the demo, K = 4: {'; '.join(parts)}. Nor with many micro-batches per window, whose adds both "
+        f"of the demo are so many times as fast, K = 4: {'; '.join(parts)}. Nor with many micro-batches per window, whose adds both "
         "sides do at the speed of the memory."
     )
 
