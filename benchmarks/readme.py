@@ -96,8 +96,8 @@ def _trainings(cases: dict[str, dict]) -> str:
         parts.append(f"{words} {best} against PyTorch's best, {loop} against the loop ({rate}; {memory})")
     return (
         "**Where it will not help:** where forward and backward take nearly all of the time. Whole trainings "
-        f"of the demo are so many times as fast, K = 4: {'; '.join(parts)}. Nor with many micro-batches per window, whose adds both "
-        "sides do at the speed of the memory."
+        f"of the demo are so many times as fast, K = 4: {'; '.join(parts)}. Nor with many micro-batches per "
+        "window, whose adds both sides do at the speed of the memory."
     )
 
 
