@@ -279,7 +279,7 @@ def test_finish(norm_type, bad, skip_nonfinite):
         if ops is reference:
             ops.finish_(
                 *out.values(), *window, steps, scalars, index, group[index].long(), hyper, lrs,
-                torch.tensor([1, 2]), norm_type, last, skip_nonfinite,
+                torch.tensor([1, 2]) if bad else None, norm_type, last, skip_nonfinite,
             )  # fmt: skip
         else:
             ops.launch_finish(
