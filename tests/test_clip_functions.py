@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from fastaccum import clip_grad_norm_, get_total_norm  # noqa: E402
+from fastaccum import FusedAccumulator, clip_grad_norm_, get_total_norm  # noqa: E402
 from tests.oracle import assert_identical, each_dtype, parameter  # noqa: E402
 
 pytestmark = [pytest.mark.native, pytest.mark.quick]
@@ -266,3 +266,15 @@ def test_wrong_tensors():
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     with pytest.raises(ValueError, match="sparse.*coalesce"):
         clip_grad_norm_(embedding.parameters(), 1.0)
+
+
+def test_the_norm_of_a_window_is_not_there_to_be_judged():
+    p = parameter(1.0)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0))
+    with pytest.raises(ValueError, match="error_if_nonfinite=True goes with parameters.*nonfinite='error'"):
+        clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="built with norm_type=2.0, got 1.0"):
+        clip_grad_norm_(optimizer, 1.0, norm_type=1.0)
+    (p * 4.0).sum().backward()
+    optimizer.step()
+    assert p.item() == -3.0  # neither has clipped anything
