@@ -14,6 +14,8 @@ from torch import Tensor
 from fastaccum import arguments, backends
 from fastaccum.layout import Layout
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @functools.lru_cache(maxsize=16)
 def _tables(numels: tuple[int, ...], thread: int) -> tuple[Layout, Tensor, Tensor, Tensor]:
@@ -66,7 +68,7 @@ def get_total_norm(
         ValueError: tensors on several devices, or of a dtype that has no norm here.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
     """
-    norm, _ = _total_norm(_as_list(tensors, "tensors"), _stock_norm_type(norm_type))
+    norm, _, _ = _total_norm(_as_list(tensors, "tensors"), _stock_norm_type(norm_type))
     if error_if_nonfinite:
         _require_finite(norm, norm_type)
     return norm
@@ -83,12 +85,13 @@ def _require_finite(norm: Tensor, norm_type: float) -> None:
 
 def _total_norm(
     tensors: list[Tensor], norm_type: float, max_norm: float = math.inf
-) -> tuple[Tensor, Tensor | None]:
-    """(norm, clip factor float64 [1] or None if there is nothing)."""
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """(norm, clip factor float64 [1] or None if there is nothing, the tensors as they lie in memory)."""
     if not tensors:
-        return torch.tensor(0.0), None
+        return torch.tensor(0.0), None, []
     device = tensors[0].device
-    for i, tensor in enumerate(tensors):
+    kinds = {(tensor.device, tensor.layout, tensor.dtype) for tensor in tensors}
+    for i, tensor in enumerate(tensors) if len(kinds) > 1 or not kinds <= _usual(device) else ():
         if tensor.device != device:
             raise ValueError(
                 f"tensors are on several devices ({device} and {tensor.device} at {i}): take the norm per "
@@ -98,24 +101,32 @@ def _total_norm(
             raise ValueError(
                 f"tensor {i} is {tensor.layout}: coalesce() it and pass to_dense(), or its values"
             )
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"tensor {i} has dtype {tensor.dtype}; the four floating dtypes have a norm here"
             )
     out_dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     with torch.no_grad():
+        dense = [_dense(tensor) for tensor in tensors]
         if not norm_type > 0:
             # Stock's own definition for 0 and negative p: the norm of the norms, per tensor.
             norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in tensors]
             norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(1)
-            return norm.to(out_dtype), factor
-        norm64, factor = _fused_norm([_dense(t) for t in tensors], norm_type, max_norm)
-        return norm64.to(out_dtype), factor
+            return norm.to(out_dtype), factor, dense
+        norm64, factor = _fused_norm(dense, norm_type, max_norm)
+        return norm64.to(out_dtype), factor, dense
+
+
+def _usual(device: torch.device) -> set[tuple[torch.device, torch.layout, torch.dtype]]:
+    """One of these for all tensors: nothing more has to be asked of each."""
+    return {(device, torch.strided, dtype) for dtype in DTYPES}
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.is_contiguous() else _permuted(tensor.detach())
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # 2 us each, which gradients do not need
+    return tensor if tensor.is_contiguous() else _permuted(tensor)
 
 
 def _permuted(tensor: Tensor) -> Tensor:
@@ -198,27 +209,31 @@ def clip_grad_norm_(
         return parameters.clip_next(limit)
     params = {id(p): p for p in _as_list(parameters, "parameters")}
     grads = [p.grad for p in params.values() if p.grad is not None]
-    norm, factor = _total_norm(grads, _stock_norm_type(norm_type), limit)
+    norm, factor, dense = _total_norm(grads, _stock_norm_type(norm_type), limit)
     if error_if_nonfinite:
         _require_finite(norm, norm_type)
     if factor is not None:
-        _scale(grads, factor)
+        _scale(grads, dense, factor)
     return norm
 
 
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
+def _scale(grads: list[Tensor], dense: list[Tensor], factor: Tensor) -> None:
+    """Multiplies the gradients by the factor; ``dense`` are they as they lie in memory, or copies."""
     with torch.no_grad():
-        for i, grad in enumerate(grads):
+        others = [i for i, (grad, copy) in enumerate(zip(grads, dense, strict=True)) if grad is not copy]
+        for i in others:
+            grad = grads[i]
             if any(size > 1 and step == 0 for size, step in zip(grad.shape, grad.stride(), strict=True)):
                 raise RuntimeError(
                     f"gradient {i} (shape {list(grad.shape)}) is expanded: several of its elements share "
                     "memory and cannot be scaled in place. clone() it first"
                 )
-        dense = [_dense(grad) for grad in grads]
         device = grads[0].device
+        if device.type == "cpu" and float(factor) == 1.0:  # at hand there; a GPU's kernel looks itself
+            return
         backend = backends.load(backends.choose("auto", device), device)
         backend.scale_(dense, factor, torch.zeros(len(dense), dtype=torch.int64), math.inf)
-        for grad, copy in zip(grads, dense, strict=True):
-            if copy.data_ptr() != grad.data_ptr():  # gaps or overlaps between the elements
-                grad.copy_(copy)
+        for i in others:
+            if dense[i].data_ptr() != grads[i].data_ptr():  # gaps or overlaps between the elements
+                grads[i].copy_(dense[i])
         torch.autograd.graph.increment_version(grads)

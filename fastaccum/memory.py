@@ -392,7 +392,8 @@ def _by_a_step(
     try:
         with torch.no_grad(), live:
             original_step(copy)()
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    # KeyError: one that makes its state in its constructor, as Adagrad before torch 2.13.
+    except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"the state of {type(inner).__name__} cannot be predicted ({error}): take one step with it "
             "before you plan, then what it holds is counted"
