@@ -297,6 +297,29 @@ def test_nothing_is_updated_while_sizes_are_tried():
     assert optimizer.flush() and not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_that_ran_out_of_memory_are_run_again_in_parts(weighted):
+    """The README's recipe gives the window of the whole micro-batches, in float64."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 8, 5, dtype=torch.float64)
+    weights = {"weight": 8} if weighted else {}
+    results = []
+    for parts in (1, 2):
+        torch.manual_seed(1)
+        model = nn.Linear(5, 1, dtype=torch.float64)
+        optimizer = FusedAccumulator(SGD(model.parameters(), lr=1.0), 3)
+        for i, x in enumerate(rows):
+            if i != 1 or parts == 1:
+                optimizer.backward(model(x).square().mean(), **weights)
+            else:
+                for part in x.split(4):
+                    optimizer.backward(model(part).square().sum() / 8, **weights)
+            optimizer.step()
+        assert optimizer.updated
+        results.append(model.weight.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-13, atol=1e-14)
+
+
 def test_a_pending_micro_batch_and_a_window_that_cannot_be_kept_are_refused():
     model = Model(limit=100).eval()
     optimizer = FusedAccumulator(SGD(model.parameters(), lr=0.1), 3)
