@@ -36,6 +36,30 @@ def select(cases: list[Case], only: list[str], quick: bool) -> tuple[list[Case],
     return chosen, unknown
 
 
+def earlier(path: Path, option: str) -> dict:
+    """A report that an option names.
+
+    Raises:
+        SystemExit: it cannot be read, or is none.
+    """
+    try:
+        report = json.loads(path.read_text())
+        report["environment"]["commit"], report["results"].items()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{option}: {path} cannot be read: {error}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise SystemExit(f"{option}: {path} is not what --json of this command has written") from None
+    return report
+
+
+def check_alike(old: dict, new: dict) -> None:
+    """Raises SystemExit if two reports' environments differ in more than the commit."""
+    names = sorted((old.keys() | new.keys()) - {"commit"})
+    apart = [f"{name} ({old.get(name)}, now {new.get(name)})" for name in names if old.get(name) != new.get(name)]
+    if apart:
+        raise SystemExit(f"--into: the earlier run differs in {', '.join(apart)}: its figures stay as they are")
+
+
 def merged(old: dict, new: dict) -> dict:
     """An earlier report with the cases of a new one in their places; both commits are named.
 
@@ -43,10 +67,8 @@ def merged(old: dict, new: dict) -> dict:
         SystemExit: they are of different machines, versions or settings.
     """
     before, after = dict(old["environment"]), dict(new["environment"])
+    check_alike(before, after)
     commits = before.pop("commit").split(", ") + after.pop("commit").split(", ")
-    if before != after:
-        apart = [name for name in after if before.get(name) != after[name]]
-        raise SystemExit(f"--into: the earlier run differs in {', '.join(apart)}")
     for allocator, results in new["results"].items():
         fresh = {result["name"]: result for result in results}
         kept = old["results"].setdefault(allocator, [])
@@ -103,7 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmarks; 1 when a case failed, else 0. Timings never decide."""
+    """Runs the benchmarks; 1 when a case failed, 130 when interrupted, else 0. Timings never decide."""
     options = parse(argv)
     cases = all_cases()
     if options.list:
@@ -113,7 +135,12 @@ def main(argv: list[str] | None = None) -> int:
         by_name = {case.name: case for case in cases}
         wanted = [by_name[name] for name in sys.stdin.read().split("\n") if name]
         return harness.child(wanted, options.quick, options.threads, options.provider)
-    before = json.loads(options.compare.read_text()) if options.compare else None
+    # What the options name is looked at before anything is timed.
+    before = earlier(options.compare, "--compare") if options.compare else None
+    old = earlier(options.into, "--into") if options.into else None
+    for path in (options.json, options.pytest_benchmark_json):
+        if path is not None and not path.parent.is_dir():
+            raise SystemExit(f"{path}: there is no folder {path.parent}")
     chosen, rows = select(cases, options.only, options.quick)
     allocators = options.allocator or list(harness.ALLOCATORS)[: 1 if options.quick else None]
     report = {
@@ -130,22 +157,33 @@ def main(argv: list[str] | None = None) -> int:
     if not options.allocator and "default" in names:  # page faults make it several times slower
         goals = {goal.case for goal in GOALS}
         names["default"] = [name for name in names["default"] if name in goals]
+    interrupted = False
     with table.Progress(sum(map(len, names.values()))) as progress:
-        for allocator in allocators:
-            results = report["results"][allocator] = list(rows)
-            whole["results"][allocator] = []
-            for event in harness.run_children(names[allocator], allocator, arguments):
-                if event["event"] == "environment":
-                    report["environment"] = event["facts"]
-                elif event["event"] == "result":
-                    whole["results"][allocator].append(dict(event["result"]))
-                    event["result"].pop("samples", None)
-                    results.append(event["result"])
-                    if options.json:  # each time: a long run may be interrupted
-                        options.json.write_text(json.dumps(report, indent=1) + "\n")
-                progress.on(event, allocator)
-    if options.into:
-        report = merged(json.loads(options.into.read_text()), report)
+        try:
+            for allocator in allocators:
+                results = report["results"][allocator] = list(rows)
+                whole["results"][allocator] = []
+                for event in harness.run_children(names[allocator], allocator, arguments):
+                    if event["event"] == "environment":
+                        report["environment"] = event["facts"]
+                        if old is not None:
+                            check_alike(old["environment"], event["facts"])
+                    elif event["event"] == "result":
+                        whole["results"][allocator].append(dict(event["result"]))
+                        event["result"].pop("samples", None)
+                        results.append(event["result"])
+                        if options.json:  # each time: a long run may be killed
+                            options.json.write_text(json.dumps(report, indent=1) + "\n")
+                    progress.on(event, allocator)
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        done = sum(map(len, report["results"].values())) - len(rows) * len(report["results"])
+        print(f"\ninterrupted: {done} of {sum(map(len, names.values()))} cases were run", file=sys.stderr)
+        if not done:
+            return 130
+    if old is not None:
+        report = merged(old, report)
         options.into.write_text(json.dumps(report, indent=1) + "\n")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -161,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks import plots
 
         print(plots.write(report, options.plots))
+    if interrupted:
+        return 130
     failed = [r["name"] for rs in report["results"].values() for r in rs if r["status"] == "failed"]
     return 1 if failed else 0
 

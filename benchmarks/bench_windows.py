@@ -145,6 +145,9 @@ def cases() -> list[Case]:
     found.append(_case("7b-layer", named("7b-layer"), 4, best, rounds=5))
     options = {"rounds": 101, "quick": True, "quick_rounds": 15}
     found.append(_case("2000x512", named("2000x512"), 1, both, **options))
+    for steps, rounds in ((2, 61), (4, 41), (16, 15)):
+        names = both if steps == 4 else best
+        found.append(_case("2000x512", named("2000x512"), steps, names, rounds=rounds))
     found.append(_case("one-100m", named("one-100m"), 1, best, rounds=9))
     found.append(_case("one-100m", named("one-100m"), 4, best, rounds=7))
     found.append(_case("everybody-16m", [(1 << 20,)] * 16, 4, everybody, rounds=11))

@@ -46,7 +46,7 @@ def run_case(
 ) -> dict[str, object]:
     """Prepares ``case``, times it (the subject and the providers ``only``, if any) and returns its record."""
     free = available_memory()
-    if case.memory + BESIDE > free:
+    if not fits(case, free):
         need = (case.memory + BESIDE) / 2**30
         return _skipped(case, f"needs {need:.1f} GiB of memory, {free / 2**30:.1f} are free")
     prepared = case.prepare()
@@ -63,6 +63,11 @@ def run_case(
         samplers[ROOF] = _roofline()
     samples = interleave(samplers, rounds, on_round)
     return {**record(case, prepared, samples), "samples": samples}
+
+
+def fits(case: Case, free: int) -> bool:
+    """Whether a case can run in that many bytes."""
+    return case.memory + BESIDE <= free
 
 
 def _roofline() -> Callable[[], dict[str, float]]:
@@ -255,7 +260,10 @@ def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()
 
     torch.set_num_threads(threads)
     emit(event="environment", facts=environment(threads))
-    for case in cases:
+    for number, case in enumerate(cases):
+        if number and not fits(case, available_memory()):
+            emit(event="again")  # what the earlier cases have freed stays with this process
+            return 0
         rounds = case.quick_rounds if quick else case.rounds
         emit(event="start", name=case.name, rounds=rounds)
         started = time.perf_counter()
@@ -277,7 +285,10 @@ def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()
 
 
 def run_children(names: list[str], allocator: str, arguments: list[str]) -> Iterator[dict]:
-    """Yields the events of a child that runs the cases ``names`` under ``allocator``."""
+    """Yields the events of children that run the cases ``names`` under ``allocator``.
+
+    A child keeps the memory of its cases (see `ALLOCATORS`): one that does not fit beside it gets a new child.
+    """
     left = list(names)
     while left:
         command = [sys.executable, "-m", "benchmarks", "--child", *arguments]
@@ -289,18 +300,26 @@ def run_children(names: list[str], allocator: str, arguments: list[str]) -> Iter
             stdout=subprocess.PIPE,
             text=True,
         )
-        process.stdin.write("\n".join(left))
-        process.stdin.close()
-        running = None
-        for line in process.stdout:
-            event = json.loads(line)
-            if event["event"] == "start":
-                running = event["name"]
-            elif event["event"] == "result":
-                left.remove(running)
-                running = None
-            yield event
+        running, again = None, False
+        try:
+            process.stdin.write("\n".join(left))
+            process.stdin.close()
+            for line in process.stdout:
+                event = json.loads(line)
+                again = event["event"] == "again"
+                if event["event"] == "start":
+                    running = event["name"]
+                elif event["event"] == "result":
+                    left.remove(running)
+                    running = None
+                yield event
+        except BaseException:  # nobody reads what it says any more
+            process.kill()
+            process.wait()
+            raise
         code = process.wait()
+        if again:
+            continue
         if running is None:
             if left:
                 raise RuntimeError(f"the benchmark process ended early with status {code}")

@@ -174,6 +174,38 @@ done
     assert "-9" in results[1]["reason"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="the child is a shell script")
+def test_a_case_that_does_not_fit_beside_what_a_child_keeps_gets_a_new_child(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(
+        """#!/bin/sh
+set -- $(cat)
+if test $1 = first; then
+  echo '{"event": "start", "name": "first", "rounds": 1}'
+  echo '{"event": "result", "result": {"name": "first", "status": "ok"}}'
+  echo '{"event": "again"}'
+else
+  echo '{"event": "start", "name": "'$1'", "rounds": 1}'
+  echo '{"event": "result", "result": {"name": "'$1'", "status": "ok", "pid": '$$'}}'
+fi
+"""
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(harness.sys, "executable", str(script))
+    events = harness.run_children(["first", "large"], "default", [])
+    assert [e["result"]["name"] for e in events if e["event"] == "result"] == ["first", "large"]
+
+
+def test_a_child_runs_a_case_that_does_not_fit_only_as_its_first(monkeypatch, capsys):
+    free = iter([2 << 30, 0])
+    monkeypatch.setattr(harness, "available_memory", lambda: next(free))
+    monkeypatch.setattr(harness, "environment", lambda threads: {})
+    made = Prepared({}, missing={"peer": "not installed"})
+    assert harness.child([Case("first", lambda: made), Case("large", pytest.fail)], True, 1) == 0
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["environment", "start", "result", "again"]
+
+
 # --- shapes and models -------------------------------------------------------------------------
 
 
@@ -415,6 +447,55 @@ def test_cases_that_were_run_again_take_their_places():
     other = run("b", two=3) | {"environment": {"cpu": "y", "commit": "b"}}
     with pytest.raises(SystemExit, match="differs in cpu"):
         __main__.merged(run("a", one=1), other)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "is not what --json"), ("{}", "is not what --json")],
+)
+@pytest.mark.parametrize("option", ["--into", "--compare"])
+def test_a_report_that_is_none_is_refused_before_anything_runs(tmp_path, monkeypatch, option, text, says):
+    monkeypatch.setattr(harness, "run_children", pytest.fail)
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=f"{option}: .*{says}"):
+        __main__.main(["--quick", option, str(path)])
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "run_children", pytest.fail)
+    with pytest.raises(SystemExit, match="there is no folder"):
+        __main__.main(["--quick", "--json", str(tmp_path / "nowhere" / "report.json")])
+
+
+def test_an_earlier_run_of_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypatch):
+    events = iter([{"event": "environment", "facts": {"cpu": "y", "commit": "b"}}])
+
+    def children(*_):
+        yield next(events)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(harness, "run_children", children)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"environment": {"cpu": "x", "commit": "a"}, "results": {}}))
+    with pytest.raises(SystemExit, match=r"differs in cpu \(x, now y\)"):
+        __main__.main(["--quick", "--into", str(path)])
+
+
+def test_an_interrupted_run_keeps_and_shows_what_it_has(tmp_path, monkeypatch, capsys):
+    def children(*_):
+        yield {"event": "environment", "facts": {"cpu": "x", "commit": "a"}}
+        yield {"event": "start", "name": "one", "rounds": 1}
+        yield {"event": "result", "result": {"name": "one", "status": "skipped", "reason": "too large"}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "run_children", children)
+    path = tmp_path / "report.json"
+    assert __main__.main(["--quick", "--json", str(path)]) == 130
+    assert [r["name"] for r in json.loads(path.read_text())["results"][harness.RESIDENT]] == ["one"]
+    output = capsys.readouterr()
+    assert "interrupted: 1 of" in output.err and "too large" in output.out
 
 
 def test_two_runs_agree_or_their_ratios_are_named():
