@@ -55,9 +55,13 @@ def earlier(path: Path, option: str) -> dict:
 def check_alike(old: dict, new: dict) -> None:
     """Raises SystemExit if two reports' environments differ in more than the commit."""
     names = sorted((old.keys() | new.keys()) - {"commit"})
-    apart = [f"{name} ({old.get(name)}, now {new.get(name)})" for name in names if old.get(name) != new.get(name)]
+    apart = [
+        f"{name} ({old.get(name)}, now {new.get(name)})" for name in names if old.get(name) != new.get(name)
+    ]
     if apart:
-        raise SystemExit(f"--into: the earlier run differs in {', '.join(apart)}: its figures stay as they are")
+        raise SystemExit(
+            f"--into: the earlier run differs in {', '.join(apart)}: its figures stay as they are"
+        )
 
 
 def merged(old: dict, new: dict) -> dict:

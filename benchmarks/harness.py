@@ -287,7 +287,7 @@ def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()
 def run_children(names: list[str], allocator: str, arguments: list[str]) -> Iterator[dict]:
     """Yields the events of children that run the cases ``names`` under ``allocator``.
 
-    A child keeps the memory of its cases (see `ALLOCATORS`): one that does not fit beside it gets a new child.
+    A child keeps the memory of its cases (see `ALLOCATORS`): one that does not fit there gets a new child.
     """
     left = list(names)
     while left:

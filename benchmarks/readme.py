@@ -78,8 +78,8 @@ def _facts(report: dict) -> str:
     return (
         "K micro-batches per window; against PyTorch's best (in-place adds, `clip_grad_norm_`, "
         f"`AdamW(fused=True)`) on {facts['cpu']} with {facts['torch cpu capability']}, {facts['threads']} "
-        f"threads, float32, PyTorch {facts['torch']}; medians of rounds in which all take turns, commit {facts['commit']} "
-        f"([the run](benchmarks/results/{RUN.name}))."
+        f"threads, float32, PyTorch {facts['torch']}; medians of rounds in which all take "
+        f"turns, commit {facts['commit']} ([the run](benchmarks/results/{RUN.name}))."
     )
 
 

@@ -32,13 +32,14 @@ from fastaccum import (
     traffic,
 )  # fmt: skip
 from fastaccum.advice import Advice
+from fastaccum.gradients import gone, ordinary, own
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.replicas import Replicas
 from fastaccum.roster import Roster, unique_params
 from fastaccum.slots import Slot, accumulation_dtype
 from fastaccum.updates import Counters, rule_for
-from fastaccum.window import Entry, Finished, Window, own
+from fastaccum.window import Entry, Finished, Window
 
 _GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
     "pre": torch_optimizer._global_optimizer_pre_hooks,
@@ -713,9 +714,8 @@ class FusedAccumulator(Optimizer):
     def _arrived_slots(self) -> list[Slot]:
         """Slots with something in ``.grad``."""
         slots = self._roster.slots
-        grads = [param.grad for param in self._roster.params]
-        if any(grad is None for grad in grads):
-            return [slot for slot, grad in zip(slots, grads, strict=True) if grad is not None]
+        if gone(self._roster.params):
+            return [slot for slot in slots if slot.param.grad is not None]
         return slots
 
     def _check_complete(self) -> None:
@@ -778,6 +778,8 @@ class FusedAccumulator(Optimizer):
         grads: list[Any] = [slot.param.grad for slot in slots]
         if owned and self._roster.sharding is None:
             own(grads)
+        if self._roster.contiguous and ordinary(grads):
+            return list(zip(slots, grads, strict=True))
         entries = []
         for slot, grad in zip(slots, grads, strict=True):
             if (
@@ -841,7 +843,7 @@ class FusedAccumulator(Optimizer):
         if unreduced:
             self._replicas.hold([p for p in self._roster.params if id(p) in unreduced], weight)
         for param in self._roster.params:
-            if id(param) not in unreduced:
+            if not unreduced or id(param) not in unreduced:
                 param.grad = None
         self._replicas.closed(unreduced, inside, weight)
         self._pending.clear()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastaccum import arguments
 from fastaccum.arrivals import Arrivals, graph_task
+from fastaccum.gradients import gone
 from fastaccum.slots import Slot
 from fastaccum.window import Entry
 
@@ -197,6 +198,8 @@ class Pending:
                     else "under no_sync() it was added to earlier ones, so discard() the window"
                 )
             )
+        if not gone(self.arrivals.noted):
+            return
         for param in self.arrivals.noted:
             if param.grad is not None:
                 continue

@@ -29,6 +29,7 @@ class Roster:
         span_kinds: each span's kind of sharding.
         sharding: how sums are made over all ranks; None where no parameter is a DTensor.
         n_chunks: over all plans.
+        contiguous: every slot is, and none is sharded.
     """
 
     def __init__(self, optimizer: Optimizer, accumulate_dtype: torch.dtype | None) -> None:
@@ -47,6 +48,7 @@ class Roster:
         self.span_kinds: list[int] = []
         self.sharding: Sharding | None = None
         self.n_chunks = 0
+        self.contiguous = False
 
     def all_params(self) -> list[Tensor]:
         """Every listed parameter, duplicates included."""
@@ -123,6 +125,7 @@ class Roster:
         self.plans, self.spans, self.span_kinds, self.n_chunks = make_plans(
             self.slots, self.norm_group_of, self._accumulate_dtype, kinds
         )
+        self.contiguous = self.sharding is None and all(slot.contiguous for slot in self.slots)
         self._key = key
         return True
 

@@ -254,11 +254,10 @@ class FusedRule:
         if len(state) < len(self.steps):
             self._made = [slot.param for slot in chosen.slots if slot.param not in state]
         states = self._states(chosen.slots)
-        params = [slot.data for slot in chosen.slots]
+        params = [slot.data if slot.sharded else slot.param for slot in chosen.slots]
         dense = list(params)
-        for i, slot in enumerate(chosen.slots):
-            if not slot.dense:  # elements with gaps between them: update a dense copy, write it back
-                dense[i] = params[i].contiguous()
+        for i in chosen.gaps:  # a dense copy is updated and written back
+            dense[i] = params[i].contiguous()
         targets = dense
         copies: list[Tensor] = []
         if self._masters is not None:
@@ -317,9 +316,8 @@ class FusedRule:
         chosen, ready = self._selected, self._ready
         tables = (chosen.segments, chosen.index, chosen.group, chosen.row, self._hyper, self.scalars)
         self._apply(backend, ready.targets, ready.states, ready.copies, ready.grads, *tables, factor, skip)
-        for param, dense in zip(ready.params, ready.dense, strict=True):
-            if dense is not param:
-                param.copy_(dense)
+        for i in chosen.gaps:
+            ready.params[i].copy_(ready.dense[i])
         torch.autograd.graph.increment_version(ready.params)
         if self._sharded:
             torch.autograd.graph.increment_version([s.param for s in chosen.slots if s.sharded])

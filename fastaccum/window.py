@@ -7,9 +7,8 @@ overwrites. The window knows gradients and their weights; it does not know optim
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from operator import gt
+from operator import is_, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ class Selection:
         index: int64 ``[len(slots)]``: the slots' segments.
         group: their parameter groups.
         row: their numbers.
+        gaps: which of ``slots`` have elements with gaps between them.
     """
 
     def __init__(self, parts: Sequence[Part], segments: Tensor) -> None:
@@ -51,6 +51,7 @@ class Selection:
             indices.append(index + plan.first_segment if plan.first_segment else index)
         self.segments, self.index = segments, _joined(indices)
         self.group, self.row = _joined(groups), _joined(rows)
+        self.gaps = [i for i, slot in enumerate(self.slots) if not slot.dense]
 
     def serves(self, parts: Sequence[Part]) -> bool:
         """Whether these are gradients of the same parameters."""
@@ -250,7 +251,7 @@ class Window:
         """Per plan: tensors in layout order and their index."""
         if len(self.plans) == 1 and len(entries) == len(self.plans[0].slots):
             plan = self.plans[0]
-            if all(a[0] is b for a, b in zip(entries, plan.slots, strict=True)):
+            if all(map(is_, map(itemgetter(0), entries), plan.slots)):
                 return [([grad for _, grad in entries], plan.all_index)]
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.plans]
         for slot, grad in entries:
@@ -407,46 +408,3 @@ def _factor(weight: float | Tensor, memory: Tensor) -> Tensor | None:
 
 def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-# ------------------------------------------------------------------------------- owning a gradient
-
-
-def _no_count(grad: Tensor) -> int:
-    return 0
-
-
-# Holders on the C++ side (DLPack); a torch that cannot tell does without.
-_use_count = getattr(torch.Tensor, "_use_count", _no_count)
-
-
-def _references(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    # A sparse gradient has no storage of its own, and becomes a dense copy anyway.
-    return [
-        (sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata), _use_count(grad))
-        if grad.layout == torch.strided
-        else (0, 0, 0)
-        for grad in grads
-    ]
-
-
-def _lone_gradient() -> tuple[int, int, int]:
-    """What the counts are for a gradient that only its parameter and the list hold, as this Python counts."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    param.grad = torch.zeros(1)
-    return _references([param.grad])[0]
-
-
-_LONE = _lone_gradient()
-
-
-def own(grads: list[Tensor]) -> None:
-    """Replaces, in place, every gradient that others could still write to by a copy.
-
-    A gradient is kept for the next micro-batches only if nothing else refers to it or to its storage:
-    a view of DDP's bucket, a graph's static output or a tensor that the user holds would change later.
-    The list and ``.grad`` must be their only holders on this side.
-    """
-    for i, counts in enumerate(_references(grads)):
-        if any(map(gt, counts, _LONE)):
-            grads[i] = grads[i].clone(memory_format=torch.preserve_format)

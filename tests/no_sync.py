@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastaccum import accumulator, pending, updates, window
+from fastaccum import accumulator, gradients, pending, updates
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
 # What a steady window may dispatch: our launches, writes into tensors that are there, and views. A list of
@@ -108,5 +108,5 @@ def watch(monkeypatch, besides: set[str] = frozenset()) -> None:
         monkeypatch.setattr(cls, method, watched(getattr(cls, method)))
     monkeypatch.setattr(acc, "_run_hooks", _exempt(acc._run_hooks))
     monkeypatch.setattr(updates.GenericRule, "update", _exempt(updates.GenericRule.update))
-    monkeypatch.setattr(accumulator, "own", _exempt(window.own))
+    monkeypatch.setattr(accumulator, "own", _exempt(gradients.own))
     monkeypatch.setattr(updates.Numbers, "of", _exempt(updates.Numbers.of))

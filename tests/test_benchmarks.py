@@ -451,7 +451,12 @@ def test_cases_that_were_run_again_take_their_places():
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "is not what --json"), ("{}", "is not what --json")],
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "is not what --json"),
+        ("{}", "is not what --json"),
+    ],
 )
 @pytest.mark.parametrize("option", ["--into", "--compare"])
 def test_a_report_that_is_none_is_refused_before_anything_runs(tmp_path, monkeypatch, option, text, says):
