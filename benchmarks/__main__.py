@@ -18,7 +18,14 @@ def all_cases() -> list[Case]:
     from benchmarks import bench_windows
 
     modules = [bench_windows]
-    for name in ("bench_clip", "bench_microbatch", "bench_training", "bench_memory", "bench_ops"):
+    for name in (
+        "bench_backward",
+        "bench_clip",
+        "bench_microbatch",
+        "bench_training",
+        "bench_memory",
+        "bench_ops",
+    ):
         modules.append(__import__(f"benchmarks.{name}", fromlist=[name]))
     return [case for module in modules for case in module.cases()]
 

@@ -21,34 +21,16 @@ from functools import partial
 
 import torch
 
-from benchmarks import providers
+from benchmarks import models, providers
 from benchmarks.case import Case, Prepared
 from benchmarks.shapes import named, numel
 
 STRAND = 512  # elements: every tensor's place in the buffer starts on a multiple of it
 
 
-class Link(torch.autograd.Function):
-    """One link of a chain whose backward makes a fresh gradient for one parameter."""
-
-    @staticmethod
-    def forward(ctx, chain: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Passes ``chain`` on."""
-        ctx.shape = param.shape
-        return chain.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A gradient of ones, made now and owned by nobody else."""
-        return grad, torch.ones(ctx.shape)
-
-
 def chain_loss(params: list[torch.Tensor]) -> torch.Tensor:
-    """A scalar whose backward makes the gradients one by one, last parameter first."""
-    chain = torch.zeros((), requires_grad=True)
-    for param in params:
-        chain = Link.apply(chain, param)
-    return chain
+    """A scalar whose backward makes gradients of ones, one by one."""
+    return models.chain_loss(params, lambda index: torch.ones(params[index].shape))
 
 
 def peak_bytes(run) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -101,3 +103,31 @@ class Bare(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """New tensors with the templates' values."""
         return (None, *torch._foreach_mul(ctx.templates, 1.0))
+
+
+class Link(torch.autograd.Function):
+    """One link of a chain whose backward makes one parameter's gradient, when its turn comes."""
+
+    @staticmethod
+    def forward(ctx, chain: torch.Tensor, param: torch.Tensor, make: Callable, index: int) -> torch.Tensor:
+        """Passes ``chain`` on."""
+        ctx.make, ctx.index = make, index
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        """A gradient made now and owned by nobody else."""
+        return grad, ctx.make(ctx.index), None, None
+
+
+def chain_loss(params: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """A scalar whose backward makes the gradients one by one, last parameter first, and does nothing else.
+
+    Args:
+        params: leaves.
+        make: the gradient of the parameter of that number; a new tensor.
+    """
+    chain = torch.zeros((), requires_grad=True)
+    for index, param in enumerate(params):
+        chain = Link.apply(chain, param, make, index)
+    return chain

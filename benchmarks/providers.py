@@ -86,6 +86,10 @@ class WindowProvider:
         """Everything between the end of backward and the next forward."""
         raise NotImplementedError
 
+    def close_arrived(self, index: int) -> None:
+        """The same where a real backward has brought, and stock added, the gradients already."""
+        self.close(index)
+
     def norm(self) -> float:
         """Norm of the last window's gradient before clipping."""
         raise NotImplementedError
@@ -110,7 +114,7 @@ class WindowProvider:
 class Fastaccum(WindowProvider):
     """`fastaccum.FusedAccumulator` around the same optimizer."""
 
-    backend = "native"
+    backend, take = "native", "step"
     averages = True
 
     def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
@@ -120,6 +124,7 @@ class Fastaccum(WindowProvider):
                 super().make_optimizer(),
                 accumulation_steps=self.steps,
                 max_norm=MAX_NORM,
+                take=self.take,
                 backend=self.backend,
             )
         except (RuntimeError, ValueError) as error:
@@ -134,6 +139,12 @@ class Fastaccum(WindowProvider):
 
     def norm(self) -> float:
         return float(self.optimizer.norm)
+
+
+class FastaccumInBackward(Fastaccum):
+    """The same with gradients added while backward runs; needs a real one."""
+
+    take = "backward"
 
 
 class FastaccumReference(Fastaccum):
@@ -165,10 +176,17 @@ class StockLoop(WindowProvider):
     def close(self, index: int) -> None:
         if index:
             self.add()
+        self.close_arrived(index)
+
+    def close_arrived(self, index: int) -> None:
         if index == self.steps - 1:
-            self.total = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
-            self.optimizer.step()
+            self.end()
             self.optimizer.zero_grad()
+
+    def end(self) -> None:
+        """Clip and update."""
+        self.total = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.optimizer.step()
 
     def norm(self) -> float:
         return float(self.total)
@@ -195,19 +213,15 @@ class StockCompiled(StockForeach):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.end = torch.compile(self._end)
+        self.compiled = torch.compile(self._end)
 
     def _end(self) -> torch.Tensor:
         total = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=True)
         self.optimizer.step()
         return total
 
-    def close(self, index: int) -> None:
-        if index:
-            self.add()
-        if index == self.steps - 1:
-            self.total = self.end()
-            self.optimizer.zero_grad()
+    def end(self) -> None:
+        self.total = self.compiled()
 
 
 class TorchOptimi(StockLoop):
