@@ -1,7 +1,7 @@
 """The ops alone, each beside the calls of PyTorch that give the same result, with their bytes.
 
-Bytes per element, where a gradient or a parameter takes e bytes (float32: 4, bf16: 2) and the
-buffer is float32:
+The bytes are those of the table of ops, tests/cases.py. Per element, where a gradient or a parameter
+takes e bytes (float32: 4, bf16: 2) and the buffer is float32:
 
     gather first    fresh read, buffer written                      e + 4
     gather second   kept and fresh read, buffer written            2e + 4
@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.sgd import sgd
@@ -29,17 +30,26 @@ from benchmarks.shapes import Shapes, named, numel
 LR, BETAS, EPS, DECAY, MOMENTUM = 1e-4, (0.9, 0.999), 1e-8, 0.01, 0.9
 DECOUPLED = 1  # flag of the hyper-parameter table
 
-BYTES: dict[str, Callable[[int], int]] = {
-    "gather first": lambda e: e + 4,
-    "gather second": lambda e: 2 * e + 4,
-    "gather later": lambda e: e + 8,
-    "gather last": lambda e: e + 8,
-    "norm": lambda e: e,
-    "scale": lambda e: 2 * e,
-    "sgd": lambda e: 5 * e,
-    "adam": lambda e: 7 * e,
-    "adamw": lambda e: 7 * e,
+# What is timed: the op, and the options with which the table of ops tells its bytes.
+TIMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gather first": ("gather_", {"states": "o"}),
+    "gather second": ("gather_", {"states": "b"}),
+    "gather later": ("gather_", {"states": "a"}),
+    "gather last": ("gather_", {"states": "a"}),
+    "norm": ("norm_", {}),
+    "scale": ("scale_", {}),
+    "sgd": ("sgd_", {"rows": [{"momentum": MOMENTUM}]}),
+    "adam": ("adam_", {}),
+    "adamw": ("adam_", {}),
 }
+
+
+def moved(name: str, elements: int, dtype: torch.dtype) -> int:
+    """Bytes that an op has to read and write."""
+    # Here, as the table needs fastaccum, without which stock PyTorch can still be listed and timed.
+    table = providers.require("tests.cases", "BY_NAME")
+    op, options = TIMED[name]
+    return round(table[op].bytes(elements, dtype, **options))
 
 
 class Data:
@@ -254,10 +264,9 @@ def prepare(
             a, b = a.float(), b.float()
             atol = floor * float(b.abs().max())
             assert torch.allclose(a, b, rtol=rtol, atol=atol), f"{name}: {provider} / torch"
-    moved = BYTES[name](dtype.itemsize) * numel(shapes)
     return Prepared(
         samplers={p: partial(timed, call, name) for p, call in bodies.items()},
-        bytes={p: {name: moved} for p in bodies},
+        bytes={p: {name: moved(name, numel(shapes), dtype)} for p in bodies},
         missing=missing,
         facts={"tensors": len(shapes), "elements": numel(shapes), "dtype": str(dtype)},
     )
@@ -274,6 +283,6 @@ def cases(shapes: Shapes | None = None, who: dict[str, type[Data]] = PROVIDERS) 
             rounds=15,
             roofline=True,
         )
-        for name in BYTES
+        for name in TIMED
         for dtype, label in ((torch.float32, "float32"), (torch.bfloat16, "bf16"))
     ]

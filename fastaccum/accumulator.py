@@ -267,7 +267,16 @@ class FusedAccumulator(Optimizer):
         return self._inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer; its gradients count from now on, in an open window too."""
+        """Adds a group to the inner optimizer; its gradients count from now on, in an open window too.
+
+        Args:
+            param_group: as ``torch.optim.Optimizer.add_param_group`` takes it; ``"max_norm"`` clips the group
+                by its own norm.
+
+        Raises:
+            TypeError, ValueError: the optimizer does not take it, or it cannot be served: a dtype, a layout,
+                a second device, a ``"max_norm"`` beside ``max_value``. Nothing has changed then.
+        """
         listed = self.param_groups
         before = len(listed)
         self._inner.add_param_group(param_group)
@@ -286,7 +295,12 @@ class FusedAccumulator(Optimizer):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per update. Assigning it inside an open window raises RuntimeError."""
+        """Micro-batches per update; may be assigned between windows.
+
+        Raises:
+            TypeError, ValueError: what is assigned is not an int of at least 1.
+            RuntimeError: a window is open.
+        """
         return self._options["accumulation_steps"]
 
     @accumulation_steps.setter
@@ -301,7 +315,12 @@ class FusedAccumulator(Optimizer):
 
     @property
     def max_norm(self) -> float | None:
-        """The limit for the global norm of groups without their own; may be assigned at any time."""
+        """The limit for the global norm of groups without their own; may be assigned at any time.
+
+        Raises:
+            TypeError, ValueError: what is assigned is neither None nor a number above 0, or the wrapper has
+                ``max_value``.
+        """
         return self._options["max_norm"]
 
     @max_norm.setter
@@ -339,8 +358,12 @@ class FusedAccumulator(Optimizer):
     def grad(self, param: Tensor) -> Tensor | None:
         """The open window's gradient of one parameter so far, averaged, in its shape; None if none.
 
+        Args:
+            param: one of the optimizer's parameters.
+
         Raises:
             ValueError: the parameter is not in any group.
+            RuntimeError: FSDP2 holds closed micro-batches that it has not reduced.
         """
         self._sync_slots()
         self._replicas.check_inside("grad() lacks a part")
@@ -368,8 +391,13 @@ class FusedAccumulator(Optimizer):
         Args:
             parameter_norms: norms per parameter and per group (:attr:`parameter_norms`,
                 :attr:`group_norms`); a pass over the finished gradient.
-            noise_scale: the gradient noise scale, in :meth:`stats`; a pass over each micro-batch's gradients.
-                Not with ``take="backward"``, which has no micro-batch to look at.
+            noise_scale: the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch
+                Training", appendix A.1), in :meth:`stats`; a pass over each micro-batch's gradients. Not with
+                ``take="backward"``, which has no micro-batch to look at.
+
+        Raises:
+            TypeError: an argument is not a bool.
+            ValueError: ``noise_scale`` with ``take="backward"``.
         """
         if noise_scale and self._options["take"] == "backward":
             raise ValueError("noise_scale=True needs whole micro-batches: use take='step'")
@@ -398,10 +426,11 @@ class FusedAccumulator(Optimizer):
             ``window``: how many windows were closed when the numbers were taken, those before a resume
             included; ``norm``: before clipping; ``skipped``: updates skipped so far. From the first window
             closed after the first call on ``clip_share``: the share of the windows since then whose update
-            ``max_norm`` scaled down (not with ``max_value``), and ``bytes_moved``: what the last window moved
-            between memory and processor, from sizes alone (:mod:`fastaccum.traffic`). With
-            ``track(noise_scale=True)`` also ``noise_scale``, in micro-batches (this one reads the device),
-            and ``recommended_accumulation_steps``: the smallest window that is not below it.
+            ``max_norm`` scaled down (not with ``max_value``), and ``bytes_moved``: the bytes that the last
+            window moved between memory and processor, from sizes alone (:mod:`fastaccum.traffic`). With
+            ``track(noise_scale=True)`` also ``noise_scale``, in micro-batches (McCandlish et al. 2018; this
+            one reads the device), and ``recommended_accumulation_steps``: the smallest window that is not
+            below it.
         """
         if self._news is None or self._news.device != self._outcome.device:
             self._news = observe.Arrived(self._outcome.device)
@@ -548,7 +577,8 @@ class FusedAccumulator(Optimizer):
 
         Raises:
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
-                earlier micro-batches; or ``nonfinite="error"`` and the window's gradient is not finite.
+                earlier micro-batches; ``nonfinite="error"`` and the window's gradient is not finite; or FSDP2
+                holds closed micro-batches that it has not reduced.
         """
         if self._stays_open:
             raise RuntimeError(
@@ -577,7 +607,11 @@ class FusedAccumulator(Optimizer):
         return True
 
     def discard(self) -> None:
-        """Drops the open window, its pending micro-batch included; parameters stay as they are."""
+        """Drops the open window, its pending micro-batch included; parameters stay as they are.
+
+        Raises:
+            RuntimeError: FSDP2 holds gradients that it has not reduced.
+        """
         if self._roster.sharding is not None:
             self._replicas.check_all_inside(self._roster.params, "discard() cannot drop the window")
         for param in self._roster.params:
@@ -603,7 +637,7 @@ class FusedAccumulator(Optimizer):
 
         Raises:
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
-                earlier micro-batches.
+                earlier micro-batches; or FSDP2 holds gradients that it has not reduced.
         """
         if self._pending.in_window or self._pending.broken:
             self._pending.check_apart(self._micro_step, "zero_grad() cannot drop the pending micro-batch")
@@ -633,8 +667,14 @@ class FusedAccumulator(Optimizer):
 
         What ``fastaccum.clip_grad_norm_(optimizer, max_norm)`` calls.
 
+        Args:
+            max_norm: the largest norm, above 0.
+
         Returns:
             :attr:`norm`, which holds the window's norm once it is closed.
+
+        Raises:
+            TypeError, ValueError: ``max_norm`` is not a number above 0, or the wrapper has ``max_value``.
         """
         limit = arguments.max_norm(max_norm)
         if limit is None:
@@ -1025,6 +1065,12 @@ class FusedAccumulator(Optimizer):
 
         A step pre-hook that changes something until the post-hook puts it back needs it, as an update that
         raises has no post-hook.
+
+        Args:
+            hook: called without arguments.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away.
         """
         handle = RemovableHandle(self._step_failure_hooks)
         self._step_failure_hooks[handle.id] = hook
@@ -1089,8 +1135,13 @@ class FusedAccumulator(Optimizer):
 
         Without a ``"fastaccum"`` entry the open window is dropped.
 
+        Args:
+            state_dict: what is loaded; it stays as it is.
+
         Raises:
+            TypeError: it is not a dict.
             ValueError: it does not fit these parameters; nothing has changed then.
+            RuntimeError: FSDP2 holds gradients that it has not reduced.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -1124,7 +1175,7 @@ class FusedAccumulator(Optimizer):
 
         Raises:
             RuntimeError: with ``take="backward"``, the pending gradients were already added to those of
-                earlier micro-batches.
+                earlier micro-batches; or FSDP2 holds gradients that it has not reduced.
         """
         self._pending.check_whole()
         self._pending.check_apart(
@@ -1155,8 +1206,12 @@ class FusedAccumulator(Optimizer):
     def load_window_state_dict(self, entry: dict[str, Any]) -> None:
         """Loads :meth:`window_state_dict`; the open window is replaced.
 
+        Args:
+            entry: what is loaded.
+
         Raises:
             ValueError: it does not fit these parameters; nothing has changed then.
+            RuntimeError: FSDP2 holds gradients that it has not reduced.
         """
         self._sync_slots()
         checkpoint.check_window(entry, self._roster.params, self.accumulation_steps)

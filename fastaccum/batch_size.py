@@ -298,6 +298,9 @@ class WarmUp:
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Goes on where :meth:`state_dict` was taken.
 
+        Args:
+            state_dict: of a WarmUp; its ``steps`` and ``start`` replace this one's.
+
         Raises:
             ValueError: it is another thing's state.
         """

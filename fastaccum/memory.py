@@ -74,7 +74,15 @@ class MemoryPlan:
     _predict: Callable[[int, int], int] = dataclasses.field(repr=False, compare=False)
 
     def peak_for(self, micro_batch_size: int, accumulation_steps: int) -> int:
-        """The predicted peak of another micro-batch size and window, in bytes."""
+        """The predicted peak of another micro-batch size and window, in bytes.
+
+        Args:
+            micro_batch_size: rows of a micro-batch, at least 1.
+            accumulation_steps: micro-batches of a window, at least 1.
+
+        Raises:
+            TypeError, ValueError: one of them is not an int of at least 1.
+        """
         rows = arguments.whole(micro_batch_size, "micro_batch_size", 1, "rows of one forward pass")
         return self._predict(rows, arguments.accumulation_steps(accumulation_steps))
 
@@ -143,6 +151,9 @@ def memory_plan(
         virtual_batch_size: rows of one update over all ranks: asks for the micro-batch sizes that divide it.
         limit: bytes that may be used, with ``virtual_batch_size``.
         world_size: ranks that share the virtual batch.
+
+    Returns:
+        The plan, in bytes of one rank.
 
     Raises:
         TypeError, ValueError: a wrong argument; parameters on several devices or none that is trained; a

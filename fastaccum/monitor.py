@@ -177,6 +177,9 @@ class MemoryMonitor:
     def peak(self, source: str | None = None) -> int:
         """The most bytes that a source had; by default ``allocated`` on a GPU, ``rss`` on the CPU.
 
+        Args:
+            source: a key of :attr:`Sample.bytes`.
+
         Raises:
             ValueError: there is no sample yet, or no such source.
         """
@@ -202,7 +205,7 @@ class MemoryMonitor:
 
         Raises:
             ImportError: matplotlib is missing; the message names the extra to install.
-            ValueError: there is no sample yet.
+            TypeError, ValueError: ``limit`` is not an int of at least 1; there is no sample yet.
         """
         _needs("matplotlib", "plot()")
         if limit is not None:
@@ -234,6 +237,9 @@ class MemoryMonitor:
 
     def at(self, seconds: float) -> Sample:
         """The last sample that was taken by then; the first one before it.
+
+        Args:
+            seconds: since the monitor was started.
 
         Raises:
             ValueError: there is no sample yet.
@@ -292,7 +298,11 @@ def _device_reader(device: torch.device) -> Any:
 
 
 def used_by_nvidia_smi(program: str, uuid: str) -> int:
-    """Bytes in use on the GPU with that UUID, as ``nvidia-smi`` tells (in MiB)."""
+    """Bytes in use on the GPU with that UUID, as ``nvidia-smi`` tells (in MiB).
+
+    Raises:
+        RuntimeError: it failed; with what it said.
+    """
     command = [program, f"--id={uuid}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if result.returncode:

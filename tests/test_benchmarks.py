@@ -382,6 +382,24 @@ def test_ops_agree_and_run(case):
     run_once(prepared)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ops_are_credited_with_the_bytes_of_the_table_of_ops(dtype):
+    e = dtype.itemsize
+    expected = {
+        "gather first": e + 4, "gather second": 2 * e + 4, "gather later": e + 8, "gather last": e + 8,
+        "norm": e, "scale": 2 * e, "sgd": 5 * e, "adam": 7 * e, "adamw": 7 * e,
+    }  # fmt: skip
+    assert {name: bench_ops.moved(name, 1000, dtype) for name in bench_ops.TIMED} == {
+        name: 1000 * per for name, per in expected.items()
+    }
+    label = {torch.float32: "float32", torch.bfloat16: "bf16"}[dtype]
+    for case in bench_ops.cases(TINY):
+        if case.name.endswith(f"/{label}"):
+            name = case.name.split("/")[1].replace("-", " ")
+            moved = {name: expected[name] * shapes.numel(TINY)}
+            assert all(bytes_ == moved for bytes_ in case.prepare().bytes.values())
+
+
 def test_roofline_loops_run_and_stay_finite():
     roof = Roofline(TINY_ROOF)
     for _ in range(3):

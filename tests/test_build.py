@@ -68,7 +68,7 @@ def tree(tmp_path):
     """A copy of the source tree with small native sources."""
     copy = tmp_path / "tree"
     ignored = shutil.ignore_patterns("*.so", "_build_note.txt", "__pycache__", "*.egg-info")
-    for name in ("fastaccum", "kernels", "csrc", "tests", "benchmarks", "requirements"):
+    for name in ("fastaccum", "kernels", "csrc", "tests", "benchmarks", "requirements", "docs"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
     for file in ROOT.iterdir():
@@ -132,7 +132,8 @@ def test_b02_sdist_needs_setuptools_only_and_holds_every_source(tree, bare_pytho
     with tarfile.open(only(tmp_path / "out", "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "fastaccum/py.typed"} <= names
-    for pattern in ("csrc/**/*.h", "csrc/**/*.cpp", "fastaccum/**/*.py", "kernels/*.py"):
+    assert "mkdocs.yml" in names  # make docs works there
+    for pattern in ("csrc/**/*.h", "csrc/**/*.cpp", "fastaccum/**/*.py", "kernels/*.py", "docs/*"):
         assert {str(path.relative_to(tree)) for path in tree.glob(pattern)} <= names
     assert not [name for name in names if name.endswith(".so")]
 

@@ -14,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -365,3 +366,27 @@ def test_every_public_member_of_the_wrapper_has_a_docstring_of_its_own():
     for name, member in vars(fastaccum.FusedAccumulator).items():
         if not name.startswith("_") and (callable(member) or isinstance(member, property)):
             assert member.__doc__, name
+
+
+def methods():
+    """(class, name, function) of the public methods of the public classes."""
+    kinds = [getattr(fastaccum, name) for name in fastaccum.__all__]
+    for kind in [kind for kind in kinds if inspect.isclass(kind)]:
+        for name, member in vars(kind).items():
+            if not name.startswith("_") and inspect.isfunction(member):
+                yield pytest.param(member, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", list(methods()))
+def test_docstrings_of_methods_name_every_argument_and_what_they_raise(method):
+    text = inspect.getdoc(method)
+    listed = re.search(r"^Args:\n(.*?)(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL)
+    told = set(re.findall(r"^    \**(\w+):", listed[1], re.MULTILINE)) if listed else set()
+    assert told == set(inspect.signature(method).parameters) - {"self"}
+    raises = any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(ast.parse(source_of(method))))
+    assert not raises or re.search(r"^Raises:$", text, re.MULTILINE)
+
+
+def source_of(method):
+    return textwrap.dedent(inspect.getsource(method))

@@ -2,9 +2,9 @@
 
 The loop stays as Accelerate documents it, with ``gradient_accumulation_steps`` of the Accelerator and
 ``accelerator.accumulate(model)``; the plain optimizer goes into ``prepare()``. Accelerate counts, ends
-windows (at the end of a prepared data loader too), and steps the scheduler once per update. The block
-under ``accumulate()`` is one micro-batch: where it does not end the window, its gradients join the window
-when the block is left.
+windows (at the end of a prepared data loader too), and steps the prepared scheduler as it always does: per
+update once for each process, or once with ``split_batches=True``. The block under ``accumulate()`` is one
+micro-batch: where it does not end the window, its gradients join the window when the block is left.
 """
 
 from __future__ import annotations
