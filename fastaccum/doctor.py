@@ -68,9 +68,9 @@ def main(argv: list[str]) -> int:
         return 1
     import torch
 
-    from fastaccum import backends, ops
+    from fastaccum import dispatch, ops
 
-    module, reason = backends.native_module()
+    module, reason = dispatch.native_module()
     if module is None:
         print(f"\nnative library: missing: {reason}")
         print("  to build it: install g++, then pip install --no-build-isolation --force-reinstall fastaccum")
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> int:
             print(f"  {key:<14} {value}")
         print(f"  {'in use':<14} {module.isa()} (this CPU has: {module.isa_available()})")
     failed = False
-    for device, reasons in backends.explain().items():
-        chosen = backends.choose("auto", torch.device(device))
+    for device, reasons in dispatch.backends().items():
+        chosen = dispatch.choose("auto", torch.device(device))
         print(f"\n{device}: backend 'auto' is {chosen}")
         for op in ops.NAMES:  # a backend has all ops or does not serve the device
             print(f"  {op:<12} {chosen}")

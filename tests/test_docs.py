@@ -348,7 +348,7 @@ def test_the_picture_is_its_scripts_and_its_bytes_are_the_ops():
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "function",
-    [getattr(fastaccum, name) for name in fastaccum.__all__ if name not in ("__version__", "backends", "ops")]
+    [getattr(fastaccum, name) for name in fastaccum.__all__ if name not in ("__version__", "ops")]
     + [getattr(ops, name) for name in ops.NAMES],
     ids=lambda f: f.__name__,
 )

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import fastaccum  # noqa: E402
 from fastaccum import __main__ as command  # noqa: E402
-from fastaccum import backends, doctor, ops, reference  # noqa: E402
+from fastaccum import dispatch, doctor, ops, reference  # noqa: E402
 
 pytestmark = pytest.mark.quick
 
@@ -23,15 +23,15 @@ def test_the_doctor_tells_what_runs_and_tests_it(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"fastaccum {fastaccum.__version__}   Python {sys.version.split()[0]}")
     assert f"torch      {torch.__version__}" in said and "FASTACCUM_BACKEND" in said
-    chosen = backends.choose("auto", torch.device("cpu"))
+    chosen = dispatch.choose("auto", torch.device("cpu"))
     assert f"\ncpu: backend 'auto' is {chosen}\n" in said
     assert all(f"  {op:<12} {chosen}\n" in said for op in ops.NAMES)
-    for name, reasons in backends.explain("cpu")["cpu"].items():
+    for name, reasons in dispatch.backends("cpu")["cpu"].items():
         if reasons:
             assert f"  {name:<10} no: {'; '.join(reasons)}\n" in said
         else:
             assert f"  {name:<10} yes; self-test passed (error " in said
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     assert ("native library:\n" in said) == (module is not None)
     assert "FAILED" not in said
 
@@ -43,18 +43,18 @@ def test_a_backend_that_computes_wrongly_is_told_of(monkeypatch, capsys):
 
     reference_adam = reference.adam_
     monkeypatch.setattr(reference, "adam_", wrong)
-    backends.load.cache_clear()
+    dispatch.load.cache_clear()
     try:
         assert doctor.main([]) == 1
     finally:
-        backends.load.cache_clear()
+        dispatch.load.cache_clear()
     said = capsys.readouterr().out
     assert "  reference  yes; self-test FAILED (error 1.0" in said
     assert said.count("FAILED") == 1
 
 
 def test_a_missing_native_library_comes_with_its_reason_and_a_way_to_build_it(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "native_module", lambda: (None, "no C++ compiler was found"))
+    monkeypatch.setattr(dispatch, "native_module", lambda: (None, "no C++ compiler was found"))
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert "native library: missing: no C++ compiler was found\n" in said
