@@ -16,6 +16,7 @@ _HOME = {
     "clip_grad_norm_": "fastaccum.clip",
     "get_total_norm": "fastaccum.clip",
     "backends": "fastaccum.dispatch",
+    "report": "fastaccum.doctor",
     "ops": "fastaccum.ops",
     "accumulation_steps_for": "fastaccum.batch_size",
     "scale_lr": "fastaccum.batch_size",
@@ -41,6 +42,7 @@ __all__ = [
     "get_total_norm",
     "memory_plan",
     "ops",
+    "report",
     "scale_lr",
     "virtual_batch_norm_statistics",
     "warn_of_small_batches",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from fastaccum.batch_size import WarmUp, accumulation_steps_for, scale_lr
     from fastaccum.clip import clip_grad_norm_, get_total_norm
     from fastaccum.dispatch import backends
+    from fastaccum.doctor import report
     from fastaccum.memory import memory_plan
     from fastaccum.micro_batch import find_micro_batch_size
     from fastaccum.monitor import MemoryMonitor

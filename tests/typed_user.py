@@ -14,6 +14,7 @@ reasons: list[str] = backends(torch.device("cpu"))["cpu"]["triton"]
 backends(device=0.5)  # type: ignore[arg-type]
 names: tuple[str, ...] = ops.NAMES
 version: str = fastaccum.__version__
+report: str = fastaccum.report()
 
 model = torch.nn.Linear(2, 1)
 optimizer = FusedAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2, max_norm=1.0)
