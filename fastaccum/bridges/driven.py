@@ -75,7 +75,7 @@ class DrivenAccumulator(FusedAccumulator):
         super()._start(*args)
 
     @property
-    def accumulation_steps(self) -> int:  # type: ignore[override]
+    def accumulation_steps(self) -> int:
         """Micro-batches of the window: known only while its last one is closed."""
         return self._micro_step + 1 if self._closing else self._OPEN
 
