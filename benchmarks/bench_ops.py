@@ -72,10 +72,10 @@ class Native(Data):
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype) -> None:
         super().__init__(shapes, dtype)
-        backends = providers.require("fastaccum", "backends")
+        choose, load = (providers.require("fastaccum.dispatch", name) for name in ("choose", "load"))
         layout = providers.require("fastaccum.layout", "Layout").of([numel([s]) for s in shapes])
         try:
-            self.ops = backends.load(backends.choose(self.backend, torch.device("cpu")))
+            self.ops = load(choose(self.backend, torch.device("cpu")))
         except RuntimeError as error:
             raise providers.Unavailable(str(error)) from error
         count = len(shapes)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import fastaccum
-from fastaccum import backends, gpu, launchers
+from fastaccum import dispatch, gpu, launchers
 
 Call = Callable[[], Any]
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Gpu:
 
     def reason(self, backend: str) -> str:
         """Why a backend cannot run here; empty if it can."""
-        return "; ".join(backends.reasons_against(backend, self.device))
+        return "; ".join(dispatch.reasons_against(backend, self.device))
 
     def make(self, backend: str) -> gpu.Backend:
         """A new backend, with tables of its own."""
@@ -183,7 +183,7 @@ class Emulated(Gpu):
         """See Gpu."""
         if backend == "native":
             return self.why_not
-        return "; ".join(backends.reasons_against(backend, CPU))
+        return "; ".join(dispatch.reasons_against(backend, CPU))
 
     def make(self, backend: str) -> gpu.Backend:
         """See Gpu."""
@@ -195,8 +195,8 @@ class Emulated(Gpu):
     def using(self, backend: str) -> Iterator[None]:
         """See Gpu."""
         made = self.made.setdefault(backend, self.make(backend))
-        load = mock.patch.object(backends, "load", lambda name, device=CPU: made)
-        choose = mock.patch.object(backends, "choose", lambda name, device: backend)
+        load = mock.patch.object(dispatch, "load", lambda name, device=CPU: made)
+        choose = mock.patch.object(dispatch, "choose", lambda name, device: backend)
         with load, choose:
             yield
 

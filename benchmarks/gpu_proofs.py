@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import toolkit
 from benchmarks.gpu_machine import CPU, Gpu, Skip
 from benchmarks.gpu_part import PROOF, Log, Part, backends_of
-from fastaccum import FusedAccumulator, backends
+from fastaccum import FusedAccumulator, dispatch
 from fastaccum.layout import CHUNK, Layout
 from tests.bits import assert_same, clone, different, whole
 from tests.cases import BY_NAME, CASES, F32, F64, OpCase, Variant, hyper_row
@@ -55,7 +55,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def cpu_backend() -> Any:
     """The CPU's native kernels, which the tests hold to the reference; else the reference itself."""
-    return backends.load(backends.choose("auto", CPU))
+    return dispatch.load(dispatch.choose("auto", CPU))
 
 
 class Ops:
@@ -297,7 +297,7 @@ def _train(
 ) -> None:  # fmt: skip
     with machine.using(backend):
         got = Training(machine.device, backend, kind, dtypes, sizes, steps, **options).run(3, **run).result()
-    wanted = Training(CPU, backends.choose("auto", CPU), kind, dtypes, sizes, steps, **options)
+    wanted = Training(CPU, dispatch.choose("auto", CPU), kind, dtypes, sizes, steps, **options)
     assert_equal(got, wanted.run(3, **run).result())
 
 

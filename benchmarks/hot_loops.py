@@ -27,9 +27,9 @@ def core() -> Path:
 
 def compiler() -> str:
     """What the core was compiled with: the counts are as much the compiler's as ours."""
-    from fastaccum import backends
+    from fastaccum import dispatch
 
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     return module.build_info()["compiler"] if module is not None else "none"
 
 
@@ -50,9 +50,9 @@ def reason_against() -> str | None:
         return "the core's headers are not beside the benchmarks"
     if not core().is_file():
         return "fastaccum was built without native code"
-    from fastaccum import backends
+    from fastaccum import dispatch
 
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     if module is None or "-O3" not in module.build_info()["flags"].split():
         return "fastaccum was not built with -O3"
     return None

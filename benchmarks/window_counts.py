@@ -59,18 +59,18 @@ class HostCopies(TorchFunctionMode):
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """The native CPU ops behind a backend that the host may not ask for results."""
-    from fastaccum import backends
+    from fastaccum import dispatch
 
-    load = backends.load
+    load = dispatch.load
 
-    def patched(name: str, device: torch.device = backends.CPU) -> Any:
+    def patched(name: str, device: torch.device = dispatch.CPU) -> Any:
         return SimpleNamespace(**{**vars(load(name, device)), "synchronous": False})
 
-    backends.load = patched
+    dispatch.load = patched
     try:
         yield
     finally:
-        backends.load = load
+        dispatch.load = load
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ _HOME = {
     "FusedAccumulator": "fastaccum.accumulator",
     "clip_grad_norm_": "fastaccum.clip",
     "get_total_norm": "fastaccum.clip",
-    "backends": "fastaccum.backends",
+    "backends": "fastaccum.dispatch",
+    "report": "fastaccum.doctor",
     "ops": "fastaccum.ops",
     "accumulation_steps_for": "fastaccum.batch_size",
     "scale_lr": "fastaccum.batch_size",
@@ -41,13 +42,14 @@ __all__ = [
     "get_total_norm",
     "memory_plan",
     "ops",
+    "report",
     "scale_lr",
     "virtual_batch_norm_statistics",
     "warn_of_small_batches",
 ]
 
 if TYPE_CHECKING:
-    from fastaccum import backends, ops
+    from fastaccum import ops
     from fastaccum.accumulator import FusedAccumulator
     from fastaccum.batch_norm import (
         convert_batch_norm,
@@ -56,24 +58,27 @@ if TYPE_CHECKING:
     )
     from fastaccum.batch_size import WarmUp, accumulation_steps_for, scale_lr
     from fastaccum.clip import clip_grad_norm_, get_total_norm
+    from fastaccum.dispatch import backends
+    from fastaccum.doctor import report
     from fastaccum.memory import memory_plan
     from fastaccum.micro_batch import find_micro_batch_size
     from fastaccum.monitor import MemoryMonitor
 
+if not TYPE_CHECKING:  # to which a misspelt name would be any name
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fastaccum' has no attribute {name!r}")
-    try:
-        module = importlib.import_module(_HOME[name])
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            f"fastaccum.{name} needs PyTorch: pip install torch (fastaccum.mindspore works without)",
-            name="torch",
-        ) from error
-    return module if _HOME[name] == f"fastaccum.{name}" else getattr(module, name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'fastaccum' has no attribute {name!r}")
+        try:
+            module = importlib.import_module(_HOME[name])
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"fastaccum.{name} needs PyTorch: pip install torch (fastaccum.mindspore works without)",
+                name="torch",
+            ) from error
+        return module if _HOME[name] == f"fastaccum.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

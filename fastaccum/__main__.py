@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from pathlib import Path
 
 USAGE = """usage: python -m fastaccum COMMAND [options]
 
@@ -14,17 +16,19 @@ python -m fastaccum COMMAND --help tells each command's options."""
 
 
 def _bench(argv: list[str]) -> int:
-    try:
-        from benchmarks.__main__ import main
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] == "benchmarks":
-            print(
-                "the benchmarks are not part of the installed package: run this from the root of a "
-                "checkout of the project (make bench)",
-                file=sys.stderr,
-            )
-            return 2
-        raise
+    # Many projects have a package of this name, and some install it: ours is in our checkout, beside us.
+    root = Path(__file__).resolve().parent.parent
+    found = importlib.util.find_spec("benchmarks")
+    folders = [Path(folder).resolve() for folder in (found and found.submodule_search_locations) or ()]
+    if folders != [root / "benchmarks"] or not (root / "pyproject.toml").is_file():
+        print(
+            "the benchmarks are not part of the installed package: run this from the root of a "
+            "checkout of the project (make bench)",
+            file=sys.stderr,
+        )
+        return 2
+    from benchmarks.__main__ import main
+
     return main(argv)
 
 

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fastaccum import (
     arguments,
-    backends,
     checkpoint,
+    dispatch,
     fsdp,
     groups,
     observe,
@@ -191,7 +191,7 @@ class FusedAccumulator(Optimizer):
             )
         groups.check_limits(optimizer.param_groups, options["max_value"])
         groups.check_take(optimizer.param_groups, take)
-        backends.choose(backend, groups.device_of(optimizer.param_groups))
+        dispatch.choose(backend, groups.device_of(optimizer.param_groups))
         self._start(optimizer, options, scaler)
 
     def _start(self, optimizer: Optimizer, options: dict[str, Any], scaler: Any = None) -> None:
@@ -908,7 +908,7 @@ class FusedAccumulator(Optimizer):
             self._roster.forget_layout()
             self._lay_out()
         if device not in self._backends:
-            self._backends[device] = backends.load(backends.choose(self._options["backend"], device), device)
+            self._backends[device] = dispatch.load(dispatch.choose(self._options["backend"], device), device)
         return self._backends[device]
 
     # GradScaler.step() sets `grad_scale` and `found_inf` on an optimizer that says so, instead of unscaling.

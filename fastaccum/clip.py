@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastaccum import arguments, backends
+from fastaccum import arguments, dispatch
 from fastaccum.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -137,7 +137,7 @@ def _permuted(tensor: Tensor) -> Tensor:
 
 def _fused_norm(tensors: list[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
-    backend = backends.load(backends.choose("auto", device), device)
+    backend = dispatch.load(dispatch.choose("auto", device), device)
     layout, segments, index, spans = _tables(tuple(t.numel() for t in tensors), threading.get_ident())
     f64: dict[str, Any] = {"dtype": torch.float64, "device": device}
     partials = torch.empty(2, layout.n_chunks, **f64)
@@ -231,7 +231,7 @@ def _scale(grads: list[Tensor], dense: list[Tensor], factor: Tensor) -> None:
         device = grads[0].device
         if device.type == "cpu" and float(factor) == 1.0:  # at hand there; a GPU's kernel looks itself
             return
-        backend = backends.load(backends.choose("auto", device), device)
+        backend = dispatch.load(dispatch.choose("auto", device), device)
         backend.scale_(dense, factor, torch.zeros(len(dense), dtype=torch.int64), math.inf)
         for i in others:
             if dense[i].data_ptr() != grads[i].data_ptr():  # gaps or overlaps between the elements

@@ -186,7 +186,7 @@ class TritonLauncher:
     limit = 0  # nothing travels by value
 
     def __init__(self, device: torch.device) -> None:
-        from fastaccum import kernels
+        import fastaccum.kernels as kernels
 
         self._kernels, self._device = kernels, device
         # Kernels are compiled for the dtypes that may occur. What has once been seen stays in, so that a

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastaccum import backends, ops, reference
+from fastaccum import dispatch, ops, reference
 from fastaccum.layout import STRAND, Layout
 
 # Around a vector, a strand and a chunk, and a prime.
@@ -116,11 +116,11 @@ class OpCase:
 
     def of(self, backend: str) -> Callable[..., None]:
         """A backend's function."""
-        return getattr(backends.load(backend), self.name)
+        return getattr(dispatch.load(backend), self.name)
 
     def skip(self, backend: str, device: str = "cpu") -> str | None:
         """Why a backend cannot run this case here."""
-        return "; ".join(backends.reasons_against(backend, torch.device(device))) or None
+        return "; ".join(dispatch.reasons_against(backend, torch.device(device))) or None
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""

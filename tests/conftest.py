@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import backends  # noqa: E402
+from fastaccum import dispatch  # noqa: E402
 
 # Held to the reference. Triton joins when its kernels are there.
 BACKENDS = ("native",)
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 def levels() -> tuple[str, ...]:
     """The instruction levels of the native code, best first; empty without it."""
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     return tuple(module.isa_available().split()) if module is not None else ()
 
 
@@ -47,13 +47,13 @@ def _emulated(request, monkeypatch):
         pytest.skip("counts the frames of the call stack, to which --emulated adds")
     from tests import emulated, no_sync
 
-    original = backends.load
+    original = dispatch.load
     made = emulated.backend()
 
-    def load(name: str, device: torch.device = backends.CPU):
+    def load(name: str, device: torch.device = dispatch.CPU):
         return made if name == "native" and device.type == "cpu" else original(name, device)
 
-    monkeypatch.setattr(backends, "load", load)
+    monkeypatch.setattr(dispatch, "load", load)
     no_sync.watch(monkeypatch)
 
 
@@ -62,7 +62,7 @@ def _same_start():
     """Seeds torch; puts back the threads and the instruction level that a test changed."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed looks for GPUs: 4 ms a test
     threads = torch.get_num_threads()
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     level = module.isa() if module is not None else None
     yield
     if torch.get_num_threads() != threads:
@@ -74,7 +74,7 @@ def _same_start():
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> str:
     """A backend that can run here."""
-    reasons = backends.reasons_against(request.param, torch.device("cpu"))
+    reasons = dispatch.reasons_against(request.param, torch.device("cpu"))
     if reasons:
         pytest.skip("; ".join(reasons))
     return request.param
@@ -83,7 +83,7 @@ def backend(request) -> str:
 @pytest.fixture(params=("baseline", "avx2", "avx512"))
 def level(request) -> str:
     """An instruction level, switched on."""
-    module, reason = backends.native_module()
+    module, reason = dispatch.native_module()
     if module is None:
         pytest.skip(f"no native code: {reason}")
     if not module.set_isa(request.param):

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastaccum import FusedAccumulator, backends
+from fastaccum import FusedAccumulator, dispatch
 from fastaccum.ops import DTYPES
 
 MicroBatch = tuple[float, Sequence[Tensor | None]]
 
-_WHY_NOT = backends.reasons_against("native", torch.device("cpu"))
+_WHY_NOT = dispatch.reasons_against("native", torch.device("cpu"))
 BACKENDS = [
     pytest.param("native", marks=pytest.mark.skipif(bool(_WHY_NOT), reason="; ".join(_WHY_NOT))),
     "reference",

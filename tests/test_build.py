@@ -319,7 +319,7 @@ def test_b04_a_library_that_cannot_be_loaded_is_told_of_and_not_used(tmp_path):
 
 TRAINS_WITHOUT = """
 import torch
-from fastaccum import FusedAccumulator, backends
+from fastaccum import FusedAccumulator, backends, dispatch
 print("\\nreason:", *backends()["cpu"]["native"])
 p = torch.nn.Parameter(torch.zeros(2))
 try:
@@ -330,7 +330,7 @@ optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0), 2)
 for grad in ([1.0, 3.0], [1.0, 1.0]):
     p.grad = torch.tensor(grad)
     optimizer.step()
-print(backends.choose("auto", p.device), p.tolist())
+print(dispatch.choose("auto", p.device), p.tolist())
 """
 
 

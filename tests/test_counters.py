@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import counters, hot_loops, providers, window_counts  # noqa: E402
 from benchmarks.shapes import many_small  # noqa: E402
-from fastaccum import backends  # noqa: E402
+from fastaccum import dispatch  # noqa: E402
 
 STORED = json.loads(counters.STORED.read_text())
 WINDOWS = counters.flat(STORED["windows"])
@@ -23,7 +23,7 @@ OURS = (window_counts.OURS, window_counts.AS_ON_GPU)
 STOCK = tuple(name for name in window_counts.NAMES if name not in OURS)
 
 needs_native = pytest.mark.skipif(
-    backends.native_module()[0] is None, reason=f"no native code: {backends.native_module()[1]}"
+    dispatch.native_module()[0] is None, reason=f"no native code: {dispatch.native_module()[1]}"
 )
 each_of_ours = pytest.mark.parametrize("name", OURS)
 

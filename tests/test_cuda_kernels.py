@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import FusedAccumulator, backends  # noqa: E402
+from fastaccum import FusedAccumulator, dispatch  # noqa: E402
 from fastaccum.layout import CHUNK  # noqa: E402
 from tests import cases, cuda_checks, emulated  # noqa: E402
 from tests.bits import clone  # noqa: E402
@@ -44,7 +44,7 @@ def _options(request):
 def native():
     """The CPU's own kernels, if they are built."""
     cpu = torch.device("cpu")
-    return [] if backends.reasons_against("native", cpu) else [backends.load("native", cpu)]
+    return [] if dispatch.reasons_against("native", cpu) else [dispatch.load("native", cpu)]
 
 
 # -------------------------------------------------------------------------------------- plain: bits
@@ -192,7 +192,7 @@ def accumulator_on(e, monkeypatch):
 
     def make(dtypes, steps, **options):
         emulation = emulated.backend()
-        monkeypatch.setattr(backends, "load", lambda *_: emulation)
+        monkeypatch.setattr(dispatch, "load", lambda *_: emulation)
         params = [
             torch.nn.Parameter(torch.randn(n, dtype=torch.float32).to(dtype))
             for n, dtype in zip((600, 9000, 33, 513), itertools.cycle(dtypes), strict=False)
@@ -264,14 +264,14 @@ def test_training_has_the_bits_of_the_other_backends(accumulator_on, norm_type, 
     """One parameter has no gradient, another one each window; what a buffer held before is NaN."""
     if request.config.getoption("--emulated"):
         pytest.skip("compares with backends that read on the host")
-    real = backends.load
+    real = dispatch.load
     cpu = torch.device("cpu")
     ended = []
     for library in (None, *native(), real("reference", cpu)):
         torch.manual_seed(3)
         params, optimizer = accumulator_on(MIXED, 2, max_norm=0.1, norm_type=norm_type)
         if library is not None:
-            monkeypatch.setattr(backends, "load", lambda *_, library=library: library)
+            monkeypatch.setattr(dispatch, "load", lambda *_, library=library: library)
         for window in range(5):
             for _ in range(2):
                 send(params)

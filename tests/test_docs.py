@@ -349,12 +349,14 @@ def test_the_picture_is_its_scripts_and_its_bytes_are_the_ops():
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "function",
-    [getattr(fastaccum, name) for name in fastaccum.__all__ if name not in ("__version__", "backends", "ops")]
+    [getattr(fastaccum, name) for name in fastaccum.__all__ if name not in ("__version__", "ops")]
     + [getattr(ops, name) for name in ops.NAMES],
     ids=lambda f: f.__name__,
 )
 def test_docstrings_name_every_argument_and_what_is_raised(function):
     text = inspect.getdoc(function)
+    if not inspect.signature(function).parameters:
+        return
     arguments = re.search(r"^Args:\n(.*?)(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL)[1]
     told = set(re.findall(r"^    (\w+):", arguments, re.MULTILINE))
     assert told == set(inspect.signature(function).parameters)

@@ -33,7 +33,7 @@ from hypothesis.stateful import (  # noqa: E402
 )
 
 import fastaccum  # noqa: E402
-from fastaccum import FusedAccumulator, backends, updates  # noqa: E402
+from fastaccum import FusedAccumulator, dispatch, updates  # noqa: E402
 from tests.contract_model import FUSED, ContractModel, same_number  # noqa: E402
 
 MULTIPLE = float(os.environ.get("FASTACCUM_FUZZ", "1"))
@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
     ):
         cls, choices = OPTIMIZERS[self.optimizer_name]
         # Where a device decides, a dropped gradient is 0 and not absent: the host does not know of it.
-        drops = drops and self.take == "step" and backends.load(self.backend, backends.CPU).synchronous
+        drops = drops and self.take == "step" and dispatch.load(self.backend, dispatch.CPU).synchronous
         self.options = {
             **clipping,
             "norm_type": norm_type,
@@ -388,7 +388,7 @@ class Machine(RuleBasedStateMachine):
         else:
             kwargs = {kind: items} if how in ("weighted", "tensor") else {}
         # A weight that stays on a device is compared with nothing: the model, which knows it, would refuse.
-        known = backends.load(self.wrapper._options["backend"], backends.CPU).synchronous
+        known = dispatch.load(self.wrapper._options["backend"], dispatch.CPU).synchronous
         given = {k: torch.tensor(float(v)) if how == "tensor" and known else v for k, v in kwargs.items()}
         numbers = self.chosen(())
         if how == "closure" and numbers and not self.model.broken and self.scaler is None:
@@ -642,7 +642,7 @@ class Machine(RuleBasedStateMachine):
         exact = model.updates == self.seen_updates
         self.seen_updates = model.updates
         stock = model.optimizer
-        waits = backends.load(wrapper._options["backend"], backends.CPU).synchronous
+        waits = dispatch.load(wrapper._options["backend"], dispatch.CPU).synchronous
         masters = self._masters()
         if self.scaler is not None and self.scaler._scale is not None:
             assert self.scaler.get_scale() == model.scale
@@ -744,7 +744,7 @@ class Machine(RuleBasedStateMachine):
 
 def drive(optimizer: str, backend: str, take: str, examples: int, steps: int = 25) -> None:
     """Runs the machine."""
-    reasons = backends.reasons_against(backend, torch.device("cpu"))
+    reasons = dispatch.reasons_against(backend, torch.device("cpu"))
     if reasons:
         pytest.skip("; ".join(reasons))
     torch.set_num_threads(1)  # small tensors; the fixture in conftest puts it back
@@ -777,7 +777,7 @@ def test_any_calls_do_what_the_contract_says(optimizer, backend, take):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("optimizer", "take"), [("sgd", "step"), ("adam", "backward")])
 def test_any_calls_in_short(optimizer, take):
-    backend = "reference" if backends.native_module()[0] is None else "native"
+    backend = "reference" if dispatch.native_module()[0] is None else "native"
     drive(optimizer, backend, take, examples=4)
 
 
@@ -818,7 +818,7 @@ def segment(n: int, dtype: torch.dtype, order: str) -> torch.nn.Parameter:
     windows=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=2),
     kind=st.sampled_from([None, "weight", "count"]),
     take=st.sampled_from(["step", "backward"]),
-    backend=st.sampled_from([n for n in ("native", "reference") if not backends.reasons_against(
+    backend=st.sampled_from([n for n in ("native", "reference") if not dispatch.reasons_against(
         n, torch.device("cpu"))]),
     norm_type=st.sampled_from([2.0, 1.0, math.inf, 2.5]),
     max_norm=st.sampled_from([None, 0.1, 1e6]),

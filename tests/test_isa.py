@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import backends  # noqa: E402
+from fastaccum import dispatch  # noqa: E402
 from tests.bits import assert_same, clone  # noqa: E402
 from tests.cases import CASES  # noqa: E402
 from tests.conftest import levels  # noqa: E402
@@ -40,7 +40,7 @@ def test_threads_do_not_change_a_bit(case, variant, level):
 @pytest.mark.parametrize("level", ["avx2", "avx512"], indirect=True)
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_b05_levels_agree_with_the_baseline(case, variant, level):
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     for dtype in case.dtypes:
         args, kwargs = case.make("cpu", dtype, SMALL, 0, shift=1, **variant.options)
         theirs = clone((args, kwargs))
@@ -53,7 +53,7 @@ def test_b05_levels_agree_with_the_baseline(case, variant, level):
 
 @pytest.mark.quick
 def test_the_best_level_is_taken_and_can_be_changed(level):
-    module, _ = backends.native_module()
+    module, _ = dispatch.native_module()
     assert module.isa() == level and level in levels()
     assert levels()[-1] == "baseline"
     assert not module.set_isa("avx9")
@@ -65,7 +65,7 @@ def test_b05_a_level_that_is_not_there_is_refused_with_reasons(monkeypatch):
     if not levels():
         pytest.skip("no native code")
     monkeypatch.setenv("FASTACCUM_ISA", "avx9")
-    reasons = backends.reasons_against("native", torch.device("cpu"))
+    reasons = dispatch.reasons_against("native", torch.device("cpu"))
     assert len(reasons) == 1 and reasons[0].startswith("FASTACCUM_ISA=avx9: this CPU")
     monkeypatch.setenv("FASTACCUM_ISA", levels()[-1])
-    assert backends.reasons_against("native", torch.device("cpu")) == []
+    assert dispatch.reasons_against("native", torch.device("cpu")) == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastaccum import backends
+from fastaccum import dispatch
 from fastaccum.layout import CHUNK, Layout
 
 pytestmark = pytest.mark.native
@@ -13,9 +13,9 @@ STREAM_BYTES = 32 << 20  # csrc/cpu/core.cpp
 
 @pytest.mark.parametrize("bytes_off", [-4 * CHUNK, 0, 4 * CHUNK])
 def test_streamed_gather_equals_eager_and_its_norm_matches(bytes_off):
-    if backends.native_module()[0] is None:
+    if dispatch.native_module()[0] is None:
         pytest.skip("no native library")
-    native = backends.load("native")
+    native = dispatch.load("native")
     numels = [3, (STREAM_BYTES + bytes_off) // 4 - 3 * 512 - 700, 0, 700, 513]
     layout = Layout.of(numels)
     segments = torch.tensor(list(zip(layout.offsets, layout.numels, strict=True)))
@@ -40,10 +40,10 @@ def test_streamed_gather_equals_eager_and_its_norm_matches(bytes_off):
 
 
 def test_streamed_gather_is_the_same_at_every_level_and_thread_count():
-    module, reason = backends.native_module()
+    module, reason = dispatch.native_module()
     if module is None:
         pytest.skip(f"no native library: {reason}")
-    native = backends.load("native")
+    native = dispatch.load("native")
     n = STREAM_BYTES // 4 + 5 * CHUNK + 77
     layout = Layout.of([n])
     segments, index = torch.tensor([[0, n]]), torch.arange(1)

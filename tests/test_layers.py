@@ -52,13 +52,13 @@ def within(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def test_only_backends_knows_the_implementations():
-    allowed = {"fastaccum.backends", "fastaccum.launchers"}
+def test_only_dispatch_knows_the_implementations():
+    allowed = {"fastaccum.dispatch", "fastaccum.launchers"}
     for name in MODULES.keys() - allowed:
         if within(name, IMPLEMENTATIONS):
             continue
         wrong = {module for module in imports_of(name) if within(module, IMPLEMENTATIONS)}
-        assert not wrong, f"{name} imports {wrong}: only fastaccum.backends and launchers may"
+        assert not wrong, f"{name} imports {wrong}: only fastaccum.dispatch and launchers may"
 
 
 @pytest.mark.skipif("fastaccum.reference" not in MODULES, reason="no reference backend")
@@ -75,7 +75,7 @@ def test_kernels_import_triton_and_torch_only():
 
 def test_nothing_imports_upwards():
     # From the top down; a module may import its neighbours and what stands below it.
-    order = [["accumulator"], ["backends"], ["gpu"], ["launchers"], ["ops", "tables"], ["layout"]]
+    order = [["accumulator"], ["dispatch"], ["gpu"], ["launchers"], ["ops", "tables"], ["layout"]]
     for level, names in enumerate(order):
         above = [f"fastaccum.{upper}" for upper in sum(order[:level], [])]
         for name in {f"fastaccum.{name}" for name in names} & MODULES.keys():

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import FusedAccumulator, backends  # noqa: E402
+from fastaccum import FusedAccumulator, dispatch  # noqa: E402
 from tests import emulated, no_sync  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulated.reason_against() is not None, reason=str(emulated.reason_against()))
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(emulated.reason_against() is not None, reason=st
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The emulated kernels, watched; a set of what may be dispatched besides."""
-    made, original = emulated.backend(), backends.load
+    made, original = emulated.backend(), dispatch.load
     monkeypatch.setattr(
-        backends,
+        dispatch,
         "load",
-        lambda name, device=backends.CPU: made if name == "native" else original(name, device),
+        lambda name, device=dispatch.CPU: made if name == "native" else original(name, device),
     )
     besides: set[str] = set()
     no_sync.watch(monkeypatch, besides)

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import FusedAccumulator, backends, gpu, launchers  # noqa: E402
+from fastaccum import FusedAccumulator, dispatch, gpu, launchers  # noqa: E402
 from tests.bits import assert_same, clone  # noqa: E402
 from tests.cases import CASES  # noqa: E402
 
@@ -36,7 +36,7 @@ def grid():
 
 @pytest.fixture(scope="module")
 def triton_backend():
-    return gpu.Backend(launchers.TritonLauncher(backends.CPU), backends.CPU)
+    return gpu.Backend(launchers.TritonLauncher(dispatch.CPU), dispatch.CPU)
 
 
 @pytest.mark.parametrize(("case", "variant", "dtype"), list(grid()))
@@ -78,5 +78,5 @@ def test_a_training_is_the_native_one_bit_for_bit(take, kind):
 
 
 def test_the_choice_says_why():
-    assert backends.reasons_against("triton", torch.device("cpu")) == []
-    assert backends.choose("triton", torch.device("cpu")) == "triton"
+    assert dispatch.reasons_against("triton", torch.device("cpu")) == []
+    assert dispatch.choose("triton", torch.device("cpu")) == "triton"

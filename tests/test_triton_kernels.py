@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastaccum import backends, reference  # noqa: E402
+from fastaccum import dispatch, reference  # noqa: E402
 from fastaccum.layout import Layout  # noqa: E402
 from fastaccum.ops import DTYPES  # noqa: E402
 from tests import bits  # noqa: E402
@@ -121,9 +121,9 @@ def test_gather_of_one_dtype(buffer, fresh):
 
 
 def test_gather_is_the_native_one():
-    if backends.reasons_against("native", torch.device("cpu")):
+    if dispatch.reasons_against("native", torch.device("cpu")):
         pytest.skip("no native code")
-    check_gather(gather_case(F32, [F32, BF16]), ops=backends.load("native"))
+    check_gather(gather_case(F32, [F32, BF16]), ops=dispatch.load("native"))
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
@@ -431,9 +431,9 @@ def test_update_of_every_dtype_at_once(name):
 
 @each_update
 def test_update_is_the_native_one(name):
-    if backends.reasons_against("native", torch.device("cpu")):
+    if dispatch.reasons_against("native", torch.device("cpu")):
         pytest.skip("no native code")
-    Update([F32], [F32]).check(name, backends.load("native"))
+    Update([F32], [F32]).check(name, dispatch.load("native"))
 
 
 @each_update

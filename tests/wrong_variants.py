@@ -32,8 +32,8 @@ from fastaccum import (
     accumulator,
     advice,
     arguments,
-    backends,
     clip,
+    dispatch,
     layout,
     outcome,
     pending,
@@ -240,7 +240,7 @@ def _(patch: Patch) -> None:
 def on_reference(patch: Patch) -> None:
     """The plain PyTorch ops, wherever the backend is not named."""
     patch.setenv("FASTACCUM_BACKEND", "reference")
-    backends.load.cache_clear()
+    dispatch.load.cache_clear()
 
 
 def squares_in(patch: Patch, dtype: torch.dtype) -> None:
@@ -707,7 +707,7 @@ wrong(
 def _(patch: Patch) -> None:
     def change(copytree: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         copytree(source, target, *args, **kwargs)
-        file = Path(target) / "backends.py"
+        file = Path(target) / "dispatch.py"
         if file.exists():
             text = file.read_text()
             assert "except ImportError as error:" in text
@@ -735,7 +735,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def raw(self: Any) -> Any:
         op = getattr(torch.ops.fastaccum, self.name).default
-        module, _ = backends.native_module()
+        module, _ = dispatch.native_module()
 
         def call(*args: Any, **kwargs: Any) -> None:
             op(*args, **kwargs)
@@ -755,7 +755,7 @@ def _(patch: Patch) -> None:
     "isa.py::test_b05_a_level_that_is_not_there_is_refused_with_reasons",
 )
 def _(patch: Patch) -> None:
-    patch.setattr(backends, "reasons_against", lambda backend, device: [])
+    patch.setattr(dispatch, "reasons_against", lambda backend, device: [])
 
 
 # ------------------------------------------------------------------------------------------------ running

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fastaccum import backends
+from fastaccum import dispatch
 from fastaccum.accumulator import FusedAccumulator
 
 # What a bridge decides, so it cannot be among the options that are handed on.
@@ -49,7 +49,7 @@ def check_options(
         )
     options = {**options, **given}
     trial = dict(options)
-    if options.get("backend", "auto") in ("auto", *backends.NAMES):
+    if options.get("backend", "auto") in ("auto", *dispatch.NAMES):
         trial["backend"] = "reference"  # which one can run depends on the device, and that is not known yet
     parameter = torch.zeros(1, requires_grad=True, device="cpu")
     try:
@@ -75,7 +75,7 @@ class DrivenAccumulator(FusedAccumulator):
         super()._start(*args)
 
     @property
-    def accumulation_steps(self) -> int:  # type: ignore[override]
+    def accumulation_steps(self) -> int:
         """Micro-batches of the window: known only while its last one is closed."""
         return self._micro_step + 1 if self._closing else self._OPEN
 

@@ -14,7 +14,7 @@ set to ``"ForCausalLM"``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ try:
     from transformers.utils import logging
 except ImportError as error:
     raise missing("transformers", "transformers", error) from error
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # what super() is, in the class that a user makes
+else:
+    _Trainer = object
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +61,7 @@ class _Windows(TrainerCallback):
         self._trainer.accumulator.show()
 
 
-class FusedTraining:
+class FusedTraining(_Trainer):
     """Goes before ``Trainer`` or a class derived from it: ``class Mine(FusedTraining, Seq2SeqTrainer)``.
 
     The optimizer that the Trainer makes, or is given, is wrapped in a FusedAccumulator. ``max_grad_norm`` is
@@ -117,7 +122,8 @@ class FusedTraining:
         limit = _limit(self)
         known = getattr(self, "accumulator", None)
         # A second train() finds the one of the first, inside Accelerate's.
-        if known is not None and (optimizer is known or getattr(optimizer, "optimizer", None) is known):
+        found = (optimizer, getattr(optimizer, "optimizer", None))
+        if known is not None and any(each is known for each in found):
             known.take_back()
             known.max_norm = limit
             return optimizer

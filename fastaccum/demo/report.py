@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastaccum import backends
+from fastaccum import dispatch
 
 from .compare import RULE
 from .meter import ACCUMULATION, STAGES, WINDOW_END
@@ -132,7 +132,7 @@ def training(result: Result) -> dict[str, Any]:
 
 def backend() -> str:
     """The implementation that fastaccum takes on this machine."""
-    return backends.choose("auto", torch.device("cpu"))
+    return dispatch.choose("auto", torch.device("cpu"))
 
 
 def versions() -> dict[str, str | None]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -132,7 +133,8 @@ class Sums(Training):
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """See the base class."""
-        losses, total = [], None
+        losses: list[Tensor] = []
+        total: Any = None
         for inputs, labels in batches:
             loss, grads = self.gradients(inputs, labels)
             losses.append(loss)

@@ -1,8 +1,8 @@
 """Which implementation runs on which device, and why the others do not.
 
 A backend is a set of functions named like the ops (:data:`fastaccum.ops.NAMES`), called without the
-public functions' checks: the accumulator builds its arguments itself. ``fastaccum.backends()`` (calling
-the module is calling :func:`explain`) and ``python -m fastaccum doctor`` show the choice.
+public functions' checks: the accumulator builds its arguments itself. ``fastaccum.backends()`` and
+``python -m fastaccum doctor`` show the choice.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import sys
 import warnings
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -193,11 +192,14 @@ def load(name: str, device: torch.device = CPU) -> Any:
     return SimpleNamespace(name=name, synchronous=True, **functions)
 
 
-def explain(device: torch.device | str | None = None) -> dict[str, dict[str, list[str]]]:
+def backends(device: torch.device | str | None = None) -> dict[str, dict[str, list[str]]]:
     """For each device: each backend and the reasons why it cannot run (none: it can).
 
     Args:
         device: one device, or None for the CPU and every GPU that torch sees.
+
+    Raises:
+        RuntimeError: torch knows no such kind of device.
     """
     if device is not None:
         devices = [torch.device(device)]
@@ -236,11 +238,3 @@ def _all_arguments(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _register()
-
-
-class _Callable(ModuleType):
-    def __call__(self, device: torch.device | str | None = None) -> dict[str, dict[str, list[str]]]:
-        return explain(device)
-
-
-sys.modules[__name__].__class__ = _Callable
