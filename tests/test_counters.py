@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -193,6 +195,60 @@ def test_what_cannot_be_compared_is_said():
         assert "vax" in counters.other_code(stored)
         stored["instructions"]["facts"]["architecture"] = hot_loops.facts()["architecture"]
         assert "gcc 3.0" in counters.other_code(stored)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reason", [None, "valgrind is not installed"])
+def test_whether_instructions_were_counted_is_said(monkeypatch, capsys, reason):
+    monkeypatch.setattr(hot_loops, "reason_against", lambda: reason)
+    monkeypatch.setattr(counters, "measure", lambda: STORED)
+    assert counters.main([]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        f"INSTRUCTIONS NOT COUNTED: {reason}" if reason else "instructions counted: avx2, baseline"
+    )
+
+
+VALGRIND = "#!/bin/sh\necho valgrind-3.19.0\n"
+# What .ci/get_valgrind finds in its PATH: {program: what it does}.
+MACHINES = {
+    "it is there": ({"valgrind": VALGRIND, "id": "echo 0", "apt-get": "exit 9"}, "valgrind-3.19.0"),
+    "it is installed": (
+        {"id": "echo 0", "apt-get": '[ "$1" = install ] && cp "$HERE/found" "$HERE/valgrind"'},
+        "valgrind-3.19.0",
+    ),
+    "lists are old": (
+        {
+            "id": "echo 0",
+            "apt-get": 'case "$1" in update) touch "$HERE/new";; install) '
+            '[ -e "$HERE/new" ] && cp "$HERE/found" "$HERE/valgrind";; esac',
+        },
+        "valgrind-3.19.0",
+    ),
+    "no network": ({"id": "echo 0", "apt-get": "exit 100"}, "NO VALGRIND: instructions will not be counted"),
+    "not root": ({"id": "echo 7", "apt-get": "exit 9"}, "NO VALGRIND: instructions will not be counted"),
+    "no apt-get": ({"id": "echo 0"}, "NO VALGRIND: instructions will not be counted"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_valgrind_is_got_where_it_can_be(tmp_path, name):
+    script = hot_loops.ROOT / ".ci/get_valgrind"
+    if not script.is_file():
+        pytest.skip("not a checkout")
+    programs, last = MACHINES[name]
+    for program, text in {**programs, "found": VALGRIND}.items():
+        path = tmp_path / program
+        path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    for tool in ("cp", "touch"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run(
+        [shutil.which("sh"), script], env={"PATH": str(tmp_path), "HERE": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == last
 
 
 @pytest.mark.quick
