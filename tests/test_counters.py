@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch")
 from benchmarks import counters, hot_loops, providers, window_counts  # noqa: E402
 from benchmarks.shapes import many_small  # noqa: E402
 from fastaccum import backends  # noqa: E402
+from fastaccum.pending import Pending  # noqa: E402
+from fastaccum.window import Window  # noqa: E402
 
 STORED = json.loads(counters.STORED.read_text())
 WINDOWS = counters.flat(STORED["windows"])
@@ -41,8 +43,14 @@ def provider_of(flat_name):
 
 @pytest.fixture(scope="module")
 def ours():
-    """Every count of ours."""
+    """Every count of ours, of windows whose gradients are put there."""
     return window_counts.measure_all(OURS)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Of windows with a backward."""
+    return window_counts.measure_all(window_counts.TRAINED)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +66,9 @@ def instructions():
 
 
 @needs_native
-def test_our_windows_are_as_stored(ours):
-    measured = counters.flat(ours)
-    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) in OURS}
+def test_our_windows_are_as_stored(ours, trained):
+    measured = counters.flat({**ours, **trained})
+    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) not in STOCK}
     if counters.other_torch(STORED):  # then only what PyTorch has no part in
         measured = {name: n for name, n in measured.items() if counters.is_ours_alone(name)}
         stored = {name: n for name, n in stored.items() if counters.is_ours_alone(name)}
@@ -71,7 +79,7 @@ def test_stock_windows_are_as_stored():
     """So that what we are compared with is what it was."""
     if reason := counters.other_torch(STORED):
         pytest.skip(reason)
-    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) not in OURS}
+    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) in STOCK}
     assert_as_stored(counters.flat(window_counts.measure_all(STOCK)), stored)
 
 
@@ -100,6 +108,15 @@ def test_a_window_has_as_many_launches_as_micro_batches_and_two(ours, name):
     for label in window_counts.SHAPES:
         assert ours[f"{label}/K=1/{name}"]["fastaccum operators"] == 3
         assert ours[f"{label}/K=4/{name}"]["fastaccum operators"] == 5
+
+
+@needs_native
+def test_a_backward_adds_nothing_to_a_window_that_takes_at_step(ours, trained):
+    at_step, in_backward = trained.values()
+    assert at_step == ours[f"resnet50/K=4/{window_counts.OURS}"]
+    # A call per bucket, and no count that grows with the 161 parameters but the one that `_take` dispatches.
+    assert in_backward["fastaccum operators"] < 4 * 161 / 2
+    assert in_backward["operators"] - 4 * 161 < 8 * in_backward["fastaccum operators"]
 
 
 @pytest.mark.quick
@@ -159,6 +176,35 @@ def test_a_planted_regression_shows(monkeypatch, fault, more):
     if "bytes allocated" not in more:
         assert found["bytes allocated"] == 0
     assert bool(counters.differences(found, usual)) == bool(more)
+
+
+@pytest.mark.quick
+@needs_native
+@pytest.mark.parametrize(
+    ("take", "owner", "method"),
+    [("backward", Pending, "_take"), ("backward", Window, "add"), ("step", Window, "add")],
+)
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (lambda: torch.ones(2).neg(), "operators"),
+        (lambda: torch.empty(100), "bytes allocated"),
+        (lambda: torch.ones(()).item(), "host reads"),
+    ],
+    ids=["an operator", "an allocation", "a read"],
+)
+def test_a_regression_within_a_backward_shows(monkeypatch, take, owner, method, fault, counter):
+    shapes = many_small(3, 600)
+    usual = window_counts.measure_trained(take, shapes, 2)
+    original = getattr(owner, method)
+
+    def planted(*args, **options):
+        fault()
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, method, planted)
+    found = window_counts.measure_trained(take, shapes, 2)
+    assert found[counter] > usual[counter] and counters.differences(found, usual)
 
 
 @pytest.mark.quick
