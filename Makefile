@@ -140,7 +140,7 @@ $(PEERS_STAMP): $(STAMP) requirements/peers.txt
 	  || echo 'the peers cannot be installed here: make bench runs without them'
 	touch $@
 
-# Instructions need valgrind; without it they are left out.
+# Instructions need valgrind; without it they are left out, and the last line says so.
 counters: $(STAMP)
 	$(BIN)/python -m benchmarks.counters $(ARGS)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import harness, models, providers, shapes, stats
+from benchmarks import bench_windows, harness, models, providers, shapes, stats
 from benchmarks.gpu_machine import Gpu, Skip
-from benchmarks.gpu_part import SPEED, Log, Part, backends_of
+from benchmarks.gpu_part import SPEED, Log, Part, backends_of, is_lost
 from fastaccum.layout import Layout
 from tests.cases import hyper_row
 
@@ -332,16 +332,84 @@ class Best(OnDevice, providers.StockBest):
             torch._foreach_add_(grads, list(self.pending))
             self.pending = deque()
         if index == self.steps - 1:
-            self.total = torch.nn.utils.clip_grad_norm_(self.params, providers.MAX_NORM, foreach=True)
+            self.total = self.clip()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def clip(self) -> Tensor:
+        """Clips; the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.params, providers.MAX_NORM, foreach=True)
 
 
 class Loop(OnDevice, providers.StockLoop):
     """Stock as people write it: an add per tensor, the default AdamW."""
 
 
-WHO = {"native": Native, "triton": Triton, "torch best": Best, "torch loop": Loop}
+class Peer(Best):
+    """Stock with a peer's `FusedAdam` in the place of AdamW."""
+
+    module: str
+
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        adam = providers.require(self.module, "FusedAdam")
+        return adam(self.params, adam_w_mode=True, betas=(0.9, 0.999), eps=1e-8, **providers.UPDATES["AdamW"])
+
+
+class Apex(Peer):
+    """Apex's, behind Apex's own clip if it is there."""
+
+    module = "apex.optimizers"
+    own_clip: Callable[..., Tensor] | None = None
+
+    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
+        with contextlib.suppress(providers.Unavailable):
+            self.own_clip = providers.require("apex.contrib.clip_grad", "clip_grad_norm_")
+        return super().make_optimizer(**options)
+
+    def clip(self) -> Tensor:
+        return self.own_clip(self.params, providers.MAX_NORM) if self.own_clip else super().clip()
+
+
+class TransformerEngine(Peer):
+    """Transformer Engine's; it has no clip."""
+
+    module = "transformer_engine.pytorch.optimizers"
+
+
+PEERS: dict[str, type[OnDevice]] = {"apex": Apex, "transformer engine": TransformerEngine}
+WHO = {"torch best": Best, "torch loop": Loop, "native": Native, "triton": Triton, **PEERS}
+
+
+def make_providers(
+    machine: Gpu, log: Log, which: shapes.Shapes, steps: int, templates: list[Tensor]
+) -> dict[str, OnDevice]:
+    """Those that run here and have the results of "torch best"; the report says why another is left out."""
+    ours = list(backends_of(machine, log))
+    made: dict[str, OnDevice] = {}
+    for who, kind in WHO.items():
+        if issubclass(kind, Native) and who not in ours:
+            continue
+        try:
+            with machine.using(who) if who in ours else contextlib.nullcontext():
+                provider = kind(machine, which, steps)
+            provider.sample(templates)  # warms up
+        except Exception as error:
+            # A peer may be built for another GPU or another torch: it must not take the others down.
+            if who not in PEERS or is_lost(error):
+                raise
+            known = isinstance(error, providers.Unavailable)
+            log.note(f"{who}: skipped: {error if known else repr(error)[:300]}")
+            continue
+        shown = f"fastaccum, {who}" if who in ours else who
+        try:
+            bench_windows.assert_agree({**dict(list(made.items())[:1]), shown: provider}, templates)
+        except AssertionError as error:
+            log.fail(who, error)
+            continue
+        if isinstance(provider, Apex):
+            log.note(f"{who}: clip_grad_norm_ is {'of Apex' if provider.own_clip else 'of PyTorch'}")
+        made[who] = provider
+    return made
 
 
 def windows(machine: Gpu, log: Log, name: str, steps: int, count: int, goal: str = "") -> None:
@@ -349,21 +417,16 @@ def windows(machine: Gpu, log: Log, name: str, steps: int, count: int, goal: str
     which = shapes.named("tiny" if machine.emulated else name)
     scale = 10.0 / shapes.numel(which) ** 0.5  # norm 10: it clips
     templates = [t.to(machine.device) for t in providers.fill(which, scale, seed=2)]
-    ours = list(backends_of(machine, log))
-    made = {}
-    for who, kind in WHO.items():
-        if who in ours or who.startswith("torch"):
-            with machine.using(who) if who in ours else contextlib.nullcontext():
-                made[who] = kind(machine, which, steps)
-            made[who].sample(templates)  # warms up
+    made = make_providers(machine, log, which, steps, templates)
     found = harness.interleave(
         {who: lambda p=p: p.sample(templates) for who, p in made.items()}, rounds(machine, count)
     )
     for who, metrics in found.items():
         for metric, samples in metrics.items():
             log.row(f"{who}: {metric}", statistics.median(samples) * 1e3, "ms", **stats.summary(samples))
+    ours = [who for who, provider in made.items() if isinstance(provider, Native)]
     for who in ours:
-        for theirs in ("torch best", "torch loop"):
+        for theirs in (name for name in made if name not in ours):
             for metric in ("device, window", "wall, window", "device, end", "wall, end"):
                 wanted = goal if (theirs, metric) == ("torch best", "wall, window") else ""
                 both = found[theirs][metric], found[who][metric]
@@ -373,6 +436,11 @@ def windows(machine: Gpu, log: Log, name: str, steps: int, count: int, goal: str
 def many_small(machine: Gpu, log: Log) -> None:
     """2000 tensors of 512: launches and the host decide."""
     windows(machine, log, "2000x512", 1, 25, ">= 5 x")
+
+
+def single_windows(machine: Gpu, log: Log) -> None:
+    """K = 1 at GPT-2's shapes: norm, clip and update of everybody."""
+    windows(machine, log, "gpt2-124m", 1, 9)
 
 
 def whole_windows(machine: Gpu, log: Log) -> None:
@@ -497,6 +565,7 @@ PARTS = [
     Part("window end", SPEED, 40, window_end, ">= 1.4 x; with the last add >= 1.25 x"),
     Part("2000 x 512", SPEED, 40, many_small, ">= 5 x"),
     Part("windows, K=4", SPEED, 60, whole_windows),
+    Part("windows, K=1", SPEED, 40, single_windows),
 ]
 LATE_PARTS = [
     Part("number of tensors", SPEED, 40, tables),

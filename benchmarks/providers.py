@@ -246,28 +246,11 @@ class DeepSpeedCPU(StockLoop):
             raise Unavailable(f"DeepSpeedCPUAdam did not build: {error}") from error
 
 
-class Apex(StockLoop):
-    """Apex's `FusedAdam`, which runs on a GPU only."""
+class GpuOnly(StockLoop):
+    """A peer whose kernels run on a GPU only; gpu_speed.py times it there."""
 
     def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
-        self.only("AdamW")
-        return _on_a_gpu("apex.optimizers", "FusedAdam")(self.params, **UPDATES["AdamW"])
-
-
-class TransformerEngine(StockLoop):
-    """Transformer Engine's `FusedAdam`, likewise."""
-
-    def make_optimizer(self, **options: object) -> torch.optim.Optimizer:
-        self.only("AdamW")
-        adam = _on_a_gpu("transformer_engine.pytorch.optimizers", "FusedAdam")
-        return adam(self.params, **UPDATES["AdamW"])
-
-
-def _on_a_gpu(module: str, attribute: str) -> Callable:
-    if not torch.cuda.is_available():
-        raise Unavailable("needs a GPU, and there is none")
-    found = require(module, attribute)
-    raise Unavailable(f"{found.__module__} is here, but these cases are on the CPU: see make gpu-check")
+        raise Unavailable("runs on a GPU only: make gpu-check times it there")
 
 
 WINDOW_PROVIDERS: dict[str, type[WindowProvider]] = {
@@ -280,8 +263,8 @@ WINDOW_PROVIDERS: dict[str, type[WindowProvider]] = {
     "fastaccum triton": FastaccumTriton,
     "torch-optimi": TorchOptimi,
     "deepspeed": DeepSpeedCPU,
-    "apex": Apex,
-    "transformer engine": TransformerEngine,
+    "apex": GpuOnly,
+    "transformer engine": GpuOnly,
 }
 
 

@@ -5,6 +5,10 @@ also what a C++ op calls in turn (`_foreach_norm` of 161 tensors on the CPU is o
 more to the profiler). It reports every allocation of the CPU allocator, too. Counted is what `close` does,
 in the second window, as the first makes the optimizer's state, the buffers and the tables.
 
+The windows of TRAINED run a backward, so that what hooks and buckets do counts as well. Gradients come one
+by one from a chain (bench_memory.chain_loss); what the chain does with plain parameters is taken off, which
+leaves the wrapper's part.
+
 * operators: `aten::` and `fastaccum::` calls, nested ones as well.
 * fastaccum operators: of these, ours. On a GPU each is one kernel launch.
 * allocations, bytes allocated: of PyTorch's allocator. A table that a C++ op keeps in a std::vector while it
@@ -12,6 +16,8 @@ in the second window, as the first makes the optimizer's state, the buffers and 
 * host reads: a value that Python or C++ asks of a tensor, and tensors that `cpu`, `tolist` or `numpy` bring
   to the host. On a GPU each makes the host wait if the tensor lies there. (A CPU cannot tell whether
   `to(device)` would be such a copy: it is not counted.)
+
+With take="backward" a host read is also what the window asks of its own tables, which lie on the host.
 
 Of the host reads here, stock's are those of its step counts, one per parameter: on a GPU they lie on the
 host, or the fused kernel reads them. Ours is one per window, whether to skip, asked where the answer is there
@@ -21,15 +27,16 @@ already; "fastaccum, as on a GPU" has a backend that says that it is not, so tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import providers
+from benchmarks import bench_memory, providers
 from benchmarks.shapes import Shapes, named
 
 SHAPES = ("resnet50", "2000x512")
@@ -37,6 +44,9 @@ STEPS = (1, 4)
 OURS = "fastaccum"
 AS_ON_GPU = "fastaccum, as on a GPU"
 NAMES = (OURS, AS_ON_GPU, "stock best", "stock loop")
+# {name: take}; at TRAINED_AT only.
+TRAINED = {f"fastaccum, trained, take={take}": take for take in ("step", "backward")}
+TRAINED_AT = ("resnet50", 4)
 # Each read of one value ends in _local_scalar_dense: to count item and is_nonzero, through which it may have
 # come, would make three of it.
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
@@ -119,6 +129,10 @@ def measure(name: str, shapes: Shapes, steps: int) -> dict[str, int]:
                 more, allocated = events_of(lambda index=index: provider.close(index))
             calls += more
             sizes += allocated
+    return _counts(calls, sizes, copies)
+
+
+def _counts(calls: Counter[str], sizes: list[int], copies: HostCopies) -> dict[str, int]:
     return {
         "operators": sum(n for call, n in calls.items() if call.startswith(("aten::", "fastaccum::"))),
         "fastaccum operators": sum(n for call, n in calls.items() if call.startswith("fastaccum::")),
@@ -128,11 +142,46 @@ def measure(name: str, shapes: Shapes, steps: int) -> dict[str, int]:
     }
 
 
-def measure_all(names: tuple[str, ...] = NAMES) -> dict[str, dict[str, int]]:
+def measure_trained(take: str, shapes: Shapes, steps: int) -> dict[str, int]:
+    """The counts of one steady window with its backwards, less those of the backwards alone."""
+    params = [p.requires_grad_() for p in providers.fill(shapes, 0.02, seed=1)]
+
+    def alone() -> None:
+        for _ in range(steps):
+            bench_memory.chain_loss(params).backward()
+            for p in params:
+                p.grad = None
+
+    bare = counted(alone)
+    optimizer = providers.require("fastaccum", "FusedAccumulator")(
+        torch.optim.AdamW(params), accumulation_steps=steps, max_norm=1.0, take=take, backend="native"
+    )
+
+    def window() -> None:
+        for _ in range(steps):
+            bench_memory.chain_loss(params).backward()
+            optimizer.step()
+
+    window()
+    found = counted(window)
+    return {name: n - bare[name] for name, n in found.items()}
+
+
+def counted(run: Any) -> dict[str, int]:
+    """The counts of ``run()``."""
+    copies = HostCopies()
+    with one_thread(), copies:
+        calls, sizes = events_of(run)
+    return _counts(calls, sizes, copies)
+
+
+def measure_all(names: Iterable[str] = (*NAMES, *TRAINED)) -> dict[str, dict[str, int]]:
     """The counts of every shape, window size and provider: {shape/K=steps/provider: counts}."""
-    return {
-        f"{label}/K={steps}/{name}": measure(name, named(label), steps)
-        for label in SHAPES
-        for steps in STEPS
-        for name in names
-    }
+    found = {}
+    for label, steps, name in itertools.product(SHAPES, STEPS, tuple(names)):
+        window = f"{label}/K={steps}/{name}"
+        if name not in TRAINED:
+            found[window] = measure(name, named(label), steps)
+        elif (label, steps) == TRAINED_AT:
+            found[window] = measure_trained(TRAINED[name], named(label), steps)
+    return found

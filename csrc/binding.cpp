@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -189,8 +190,21 @@ void gather_(const Tensor& buffer, const Tensor& present, const std::optional<Te
     rows[k_kept[i]].kept_dtype = data.dtype;
   }
   Partials sums;
-  if (partials.has_value()) sums = partials_of(*partials, layout.n_chunks);
-  cpu::gather({buffer.mutable_data_ptr(), dtype_of(buffer, "buffer"), rows.data(), layout.n, layout.n_chunks,
+  std::int64_t first_chunk = 0, n_chunks = layout.n_chunks;
+  if (partials.has_value()) {
+    sums = partials_of(*partials, n_chunks);
+  } else {
+    // A bucket brings a few segments of many: the others are not walked over, and threads share these.
+    const auto idle = [](const cpu::GatherSegment& s) { return s.fresh == nullptr && s.kept == nullptr; };
+    rows.erase(std::remove_if(rows.begin(), rows.end(), idle), rows.end());
+    if (rows.empty()) return;
+    first_chunk = rows.front().at.offset / kChunk;
+    n_chunks = (rows.back().at.offset + rows.back().at.numel + kChunk - 1) / kChunk - first_chunk;
+    for (cpu::GatherSegment& s : rows) s.at.offset -= first_chunk * kChunk;
+  }
+  const DType dtype = dtype_of(buffer, "buffer");
+  char* start = static_cast<char*>(buffer.mutable_data_ptr()) + first_chunk * kChunk * size_of(dtype);
+  cpu::gather({start, dtype, rows.data(), static_cast<std::int64_t>(rows.size()), n_chunks,
                scalar(weight, "weight", 1.0), scalar(kept_weight, "kept_weight", 1.0), sums.sums,
                sums.nonfinite, norm_spec(norm_type, 1.0)},
               kTorchThreads);

@@ -76,7 +76,8 @@ class Slot:
                 f"the gradient of parameter {self.number} has shape {list(grad.shape)}, the parameter has "
                 f"{list(self.data.shape)}"
             )
-        return self.ordered(grad.resolve_neg())  # kernels see memory, not the bit that flips its sign
+        # Kernels see memory, not the bit that flips its sign.
+        return self.ordered(grad.resolve_neg() if grad.is_neg() else grad)
 
     def empty(self) -> Tensor:
         """An uninitialised tensor like the parameter, in this slot's memory order."""
@@ -138,7 +139,7 @@ class Plan:
             return self.all_index
         key = tuple(positions)
         if key not in self.indices:
-            if len(self.indices) >= 8:  # which parameters have gradients seldom takes more turns than that
+            if len(self.indices) >= 512:  # take="backward" has one per bucket: 120 for GPT-2
                 self.indices.pop(next(iter(self.indices)))
             self.indices[key] = torch.tensor(positions, dtype=torch.int64)
         return self.indices[key]

@@ -290,6 +290,8 @@ def test_a_training_that_ends_elsewhere_is_found(monkeypatch):
 def test_peers_run_or_say_why_not():
     prepared = bench_windows.prepare(TINY, 2, list(providers.WINDOW_PROVIDERS))
     assert set(prepared.samplers) | set(prepared.missing) == set(providers.WINDOW_PROVIDERS)
+    for name in ("apex", "transformer engine"):
+        assert prepared.missing[name] == "runs on a GPU only: make gpu-check times it there"
 
 
 def test_a_wrong_result_is_found_before_anything_is_timed(monkeypatch):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -16,6 +18,8 @@ torch = pytest.importorskip("torch")
 from benchmarks import counters, hot_loops, providers, window_counts  # noqa: E402
 from benchmarks.shapes import many_small  # noqa: E402
 from fastaccum import dispatch  # noqa: E402
+from fastaccum.pending import Pending  # noqa: E402
+from fastaccum.window import Window  # noqa: E402
 
 STORED = json.loads(counters.STORED.read_text())
 WINDOWS = counters.flat(STORED["windows"])
@@ -39,8 +43,14 @@ def provider_of(flat_name):
 
 @pytest.fixture(scope="module")
 def ours():
-    """Every count of ours."""
+    """Every count of ours, of windows whose gradients are put there."""
     return window_counts.measure_all(OURS)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Of windows with a backward."""
+    return window_counts.measure_all(window_counts.TRAINED)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +66,9 @@ def instructions():
 
 
 @needs_native
-def test_our_windows_are_as_stored(ours):
-    measured = counters.flat(ours)
-    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) in OURS}
+def test_our_windows_are_as_stored(ours, trained):
+    measured = counters.flat({**ours, **trained})
+    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) not in STOCK}
     if counters.other_torch(STORED):  # then only what PyTorch has no part in
         measured = {name: n for name, n in measured.items() if counters.is_ours_alone(name)}
         stored = {name: n for name, n in stored.items() if counters.is_ours_alone(name)}
@@ -69,7 +79,7 @@ def test_stock_windows_are_as_stored():
     """So that what we are compared with is what it was."""
     if reason := counters.other_torch(STORED):
         pytest.skip(reason)
-    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) not in OURS}
+    stored = {name: n for name, n in WINDOWS.items() if provider_of(name) in STOCK}
     assert_as_stored(counters.flat(window_counts.measure_all(STOCK)), stored)
 
 
@@ -98,6 +108,15 @@ def test_a_window_has_as_many_launches_as_micro_batches_and_two(ours, name):
     for label in window_counts.SHAPES:
         assert ours[f"{label}/K=1/{name}"]["fastaccum operators"] == 3
         assert ours[f"{label}/K=4/{name}"]["fastaccum operators"] == 5
+
+
+@needs_native
+def test_a_backward_adds_nothing_to_a_window_that_takes_at_step(ours, trained):
+    at_step, in_backward = trained.values()
+    assert at_step == ours[f"resnet50/K=4/{window_counts.OURS}"]
+    # A call per bucket, and no count that grows with the 161 parameters but the one that `_take` dispatches.
+    assert in_backward["fastaccum operators"] < 4 * 161 / 2
+    assert in_backward["operators"] - 4 * 161 < 8 * in_backward["fastaccum operators"]
 
 
 @pytest.mark.quick
@@ -160,6 +179,35 @@ def test_a_planted_regression_shows(monkeypatch, fault, more):
 
 
 @pytest.mark.quick
+@needs_native
+@pytest.mark.parametrize(
+    ("take", "owner", "method"),
+    [("backward", Pending, "_take"), ("backward", Window, "add"), ("step", Window, "add")],
+)
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (lambda: torch.ones(2).neg(), "operators"),
+        (lambda: torch.empty(100), "bytes allocated"),
+        (lambda: torch.ones(()).item(), "host reads"),
+    ],
+    ids=["an operator", "an allocation", "a read"],
+)
+def test_a_regression_within_a_backward_shows(monkeypatch, take, owner, method, fault, counter):
+    shapes = many_small(3, 600)
+    usual = window_counts.measure_trained(take, shapes, 2)
+    original = getattr(owner, method)
+
+    def planted(*args, **options):
+        fault()
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, method, planted)
+    found = window_counts.measure_trained(take, shapes, 2)
+    assert found[counter] > usual[counter] and counters.differences(found, usual)
+
+
+@pytest.mark.quick
 def test_differences_are_named():
     assert counters.differences({"a": 104, "z": 0}, {"a": 100, "z": 0}) == []
     assert counters.differences({"a": 106}, {"a": 100}) == ["a: 106, stored 100 (+6.0 %)"]
@@ -193,6 +241,60 @@ def test_what_cannot_be_compared_is_said():
         assert "vax" in counters.other_code(stored)
         stored["instructions"]["facts"]["architecture"] = hot_loops.facts()["architecture"]
         assert "gcc 3.0" in counters.other_code(stored)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reason", [None, "valgrind is not installed"])
+def test_whether_instructions_were_counted_is_said(monkeypatch, capsys, reason):
+    monkeypatch.setattr(hot_loops, "reason_against", lambda: reason)
+    monkeypatch.setattr(counters, "measure", lambda: STORED)
+    assert counters.main([]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        f"INSTRUCTIONS NOT COUNTED: {reason}" if reason else "instructions counted: avx2, baseline"
+    )
+
+
+VALGRIND = "#!/bin/sh\necho valgrind-3.19.0\n"
+# What .ci/get_valgrind finds in its PATH: {program: what it does}.
+MACHINES = {
+    "it is there": ({"valgrind": VALGRIND, "id": "echo 0", "apt-get": "exit 9"}, "valgrind-3.19.0"),
+    "it is installed": (
+        {"id": "echo 0", "apt-get": '[ "$1" = install ] && cp "$HERE/found" "$HERE/valgrind"'},
+        "valgrind-3.19.0",
+    ),
+    "lists are old": (
+        {
+            "id": "echo 0",
+            "apt-get": 'case "$1" in update) touch "$HERE/new";; install) '
+            '[ -e "$HERE/new" ] && cp "$HERE/found" "$HERE/valgrind";; esac',
+        },
+        "valgrind-3.19.0",
+    ),
+    "no network": ({"id": "echo 0", "apt-get": "exit 100"}, "NO VALGRIND: instructions will not be counted"),
+    "not root": ({"id": "echo 7", "apt-get": "exit 9"}, "NO VALGRIND: instructions will not be counted"),
+    "no apt-get": ({"id": "echo 0"}, "NO VALGRIND: instructions will not be counted"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_valgrind_is_got_where_it_can_be(tmp_path, name):
+    script = hot_loops.ROOT / ".ci/get_valgrind"
+    if not script.is_file():
+        pytest.skip("not a checkout")
+    programs, last = MACHINES[name]
+    for program, text in {**programs, "found": VALGRIND}.items():
+        path = tmp_path / program
+        path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    for tool in ("cp", "touch"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run(
+        [shutil.which("sh"), script], env={"PATH": str(tmp_path), "HERE": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == last
 
 
 @pytest.mark.quick

@@ -7,7 +7,7 @@ import os
 import queue
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -100,6 +100,16 @@ def test_goals_stand_beside_the_numbers(whole):
         assert goal in done.stdout
     launches = report["parts"]["launches"]["rows"]
     assert [row["kernels"][-3:] for row in launches][1] == ["gather", "finish", "update"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", ["2000 x 512", "windows, K=4", "windows, K=1"])
+@pytest.mark.parametrize("peer", gpu_speed.PEERS)
+def test_a_peer_is_timed_or_the_report_says_why_not(whole, part, peer):
+    _, report = whole
+    record = report["parts"][part]
+    timed = any(row["what"] == f"{peer}: device, end" for row in record["rows"])
+    assert timed or any(note.startswith(f"{peer}: skipped: ") for note in record["notes"])
 
 
 @needs_none
@@ -216,6 +226,103 @@ def test_a_part_without_a_backend_is_skipped(part, log):
 
     with pytest.raises(Skip):
         part.run(Nothing(), log)
+
+
+# ---------------------------------------------------------------------------------------------- peers
+
+APEX, TRANSFORMER_ENGINE = "apex.optimizers", "transformer_engine.pytorch.optimizers"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a module in place of a peer's; its parents, too."""
+
+    def put(name, **attributes):
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(attributes)
+
+    return put
+
+
+class FusedAdam(torch.optim.AdamW):
+    """As a peer's is called."""
+
+    def __init__(self, params, lr, betas, eps, adam_w_mode, weight_decay):
+        assert adam_w_mode
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def windows_with_peers(machine, log):
+    gpu_speed.windows(machine, log, "tiny", 2, 3)
+    return {event["row"]["what"] for event in kept(log.events, "row")}, [
+        event["text"] for event in kept(log.events, "note")
+    ]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("peer", "module"), [("apex", APEX), ("transformer engine", TRANSFORMER_ENGINE)])
+def test_an_installed_peer_is_timed(here, log, install, peer, module):
+    install(module, FusedAdam=FusedAdam)
+    rows, notes = windows_with_peers(here, log)
+    assert {f"{peer}: device, end", f"{peer}: wall, window"} <= rows
+    assert f"native, device, end, against {peer}" in rows
+    assert not any(note.startswith(f"{peer}: skipped") for note in notes)
+    assert not log.failed
+
+
+@needs_kernels
+@pytest.mark.parametrize("own", [True, False])
+def test_apex_clips_with_its_own_if_it_is_there(here, log, install, own):
+    called = []
+
+    def clip(params, max_norm):
+        called.append(max_norm)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+
+    install(APEX, FusedAdam=FusedAdam)
+    if own:
+        install("apex.contrib.clip_grad", clip_grad_norm_=clip)
+    rows, notes = windows_with_peers(here, log)
+    assert "apex: device, end" in rows and bool(called) == own
+    assert f"apex: clip_grad_norm_ is {'of Apex' if own else 'of PyTorch'}" in notes
+
+
+@needs_kernels
+def test_a_peer_that_is_broken_is_a_reason(here, log, install):
+    def broken(*_, **__):
+        raise RuntimeError("built for another torch")
+
+    install(APEX, FusedAdam=broken)
+    rows, notes = windows_with_peers(here, log)
+    assert not any("apex" in row for row in rows) and "native: device, end" in rows and not log.failed
+    assert "apex: skipped: RuntimeError('built for another torch')" in notes
+
+
+@needs_kernels
+def test_a_peer_that_loses_the_device_ends_the_part(here, log, install):
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    install(APEX, FusedAdam=lost)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        windows_with_peers(here, log)
+
+
+@needs_kernels
+def test_a_peer_with_other_results_is_not_timed(here, log, install):
+    class Wrong(FusedAdam):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].grad.mul_(1.01)
+            super().step(closure)
+
+    install(APEX, FusedAdam=Wrong)
+    rows, _ = windows_with_peers(here, log)
+    (failure,) = kept(log.events, "failure")
+    assert failure["what"] == "apex" and "exp_avg: apex / torch best" in failure["text"]
+    assert not any("apex" in row for row in rows) and "native: device, end" in rows
 
 
 # ------------------------------------------------------------------------------------- many processes
