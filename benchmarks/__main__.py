@@ -8,7 +8,7 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import harness, table
+from benchmarks import agreement, harness, table
 from benchmarks.case import Case
 from benchmarks.goals import GOALS
 
@@ -44,7 +44,7 @@ def select(cases: list[Case], only: list[str], quick: bool) -> tuple[list[Case],
 
 
 def earlier(path: Path, option: str) -> dict:
-    """A report that an option names.
+    """An earlier report that an option names.
 
     Raises:
         SystemExit: it cannot be read, or is none.
@@ -59,33 +59,12 @@ def earlier(path: Path, option: str) -> dict:
     return report
 
 
-def check_alike(old: dict, new: dict) -> None:
-    """Raises SystemExit if two reports' environments differ in more than the commit."""
-    names = sorted((old.keys() | new.keys()) - {"commit"})
-    apart = [
-        f"{name} ({old.get(name)}, now {new.get(name)})" for name in names if old.get(name) != new.get(name)
-    ]
-    if apart:
-        raise SystemExit(
-            f"--into: the earlier run differs in {', '.join(apart)}: its figures stay as they are"
-        )
-
-
-def merged(old: dict, new: dict) -> dict:
-    """An earlier report with the cases of a new one in their places; both commits are named.
-
-    Raises:
-        SystemExit: they are of different machines, versions or settings.
-    """
-    before, after = dict(old["environment"]), dict(new["environment"])
-    check_alike(before, after)
-    commits = before.pop("commit").split(", ") + after.pop("commit").split(", ")
-    for allocator, results in new["results"].items():
-        fresh = {result["name"]: result for result in results}
-        kept = old["results"].setdefault(allocator, [])
-        old["results"][allocator] = [fresh.pop(r["name"], r) for r in kept] + list(fresh.values())
-    environment = {**after, "commit": ", ".join(dict.fromkeys(commits))}
-    return {**old, "date": new["date"], "environment": environment}
+def number_of_threads(text: str) -> int:
+    """An argument that counts threads."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -115,14 +94,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compare", type=Path, metavar="FILE", help="an earlier --json: do its ratios agree with this run's?"
     )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="FILE",
-        help="an earlier --json of this machine: what is run now takes its cases' places there",
-    )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the PNG plots here")
-    parser.add_argument("--threads", type=int, default=2, help="threads of every provider")
+    parser.add_argument(
+        "--threads",
+        type=number_of_threads,
+        help="threads of every provider (default: as many as PyTorch takes)",
+    )
     parser.add_argument(
         "--allocator",
         choices=list(harness.ALLOCATORS),
@@ -148,8 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         return harness.child(wanted, options.quick, options.threads, options.provider)
     # What the options name is looked at before anything is timed.
     before = earlier(options.compare, "--compare") if options.compare else None
-    old = earlier(options.into, "--into") if options.into else None
-    for path in (options.json, options.pytest_benchmark_json):
+    for path in (options.json, options.pytest_benchmark_json, options.plots):
         if path is not None and not path.parent.is_dir():
             raise SystemExit(f"{path}: there is no folder {path.parent}")
     chosen, rows = select(cases, options.only, options.quick)
@@ -161,7 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         "allocators": {name: harness.ALLOCATORS[name] for name in allocators},
         "results": {},
     }
-    arguments = ["--threads", str(options.threads)] + (["--quick"] if options.quick else [])
+    arguments = ["--quick"] if options.quick else []
+    arguments += ["--threads", str(options.threads)] if options.threads else []
     arguments += [word for name in options.provider for word in ("--provider", name)]
     whole = dict(report, results={})  # with the samples
     names = {allocator: [case.name for case in chosen] for allocator in allocators}
@@ -177,8 +154,6 @@ def main(argv: list[str] | None = None) -> int:
                 for event in harness.run_children(names[allocator], allocator, arguments):
                     if event["event"] == "environment":
                         report["environment"] = event["facts"]
-                        if old is not None:
-                            check_alike(old["environment"], event["facts"])
                     elif event["event"] == "result":
                         whole["results"][allocator].append(dict(event["result"]))
                         event["result"].pop("samples", None)
@@ -193,9 +168,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\ninterrupted: {done} of {sum(map(len, names.values()))} cases were run", file=sys.stderr)
         if not done:
             return 130
-    if old is not None:
-        report = merged(old, report)
-        options.into.write_text(json.dumps(report, indent=1) + "\n")
+    if before is not None:
+        report["agreement"] = {
+            "with": before["environment"]["commit"],
+            "words": agreement.rows(report, before)[1],
+        }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.pytest_benchmark_json:

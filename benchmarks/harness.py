@@ -180,6 +180,11 @@ def available_memory() -> int:
     return 1 << 62
 
 
+def total_memory() -> int:
+    """Bytes of memory that the machine has; a large number where that is unknown."""
+    return _meminfo("MemTotal") or 1 << 62
+
+
 def machine() -> dict[str, object]:
     """The machine, the system and the commit."""
     return {
@@ -249,7 +254,7 @@ def _commit() -> str:
 # --- the child ---------------------------------------------------------------------------------
 
 
-def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()) -> int:
+def child(cases: list[Case], quick: bool, threads: int | None, only: Sequence[str] = ()) -> int:
     """Runs ``cases`` in this process and prints one JSON line per event."""
     out, sys.stdout = sys.stdout, sys.stderr  # a library that prints must not break the stream
 
@@ -258,8 +263,9 @@ def child(cases: list[Case], quick: bool, threads: int, only: Sequence[str] = ()
 
     import torch
 
-    torch.set_num_threads(threads)
-    emit(event="environment", facts=environment(threads))
+    if threads:
+        torch.set_num_threads(threads)
+    emit(event="environment", facts=environment(torch.get_num_threads()))
     for number, case in enumerate(cases):
         if number and not fits(case, available_memory()):
             emit(event="again")  # what the earlier cases have freed stays with this process

@@ -61,7 +61,6 @@ def numel(shapes: Shapes) -> int:
 NAMED = {
     "gpt2-124m": gpt2,
     "resnet50": resnet50,
-    "7b-layer": llama_layers,
     "2000x512": many_small,
     "one-100m": one_huge,
     # Same tensor count and proportions as the big ones, small enough for a smoke test.

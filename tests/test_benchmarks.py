@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from benchmarks import (  # noqa: E402
     __main__,
     agreement,
+    bench_backward,
     bench_clip,
     bench_memory,
     bench_microbatch,
@@ -305,6 +306,30 @@ def test_a_wrong_result_is_found_before_anything_is_timed(monkeypatch):
         bench_windows.prepare(TINY, 1, ["stock best", "wrong"])
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_windows_with_a_real_backward_agree_and_run(steps):
+    prepared = bench_backward.prepare(TINY, steps, list(bench_backward.PROVIDERS))
+    assert set(prepared.samplers) == set(bench_backward.PROVIDERS) and not prepared.missing
+    for sampler in prepared.samplers.values():
+        seconds = sampler()
+        assert (
+            0.0 < seconds["window end"] <= seconds["window"] and seconds["accumulation"] < seconds["window"]
+        )
+
+
+def test_a_real_backward_brings_what_each_provider_is_compared_by(monkeypatch):
+    """Stock's gradients are divided by K before they are added; where they are not, nothing is timed."""
+    monkeypatch.setattr(providers.StockBest, "averages", True)
+    with pytest.raises(AssertionError, match="norm: stock best"):
+        bench_backward.prepare(TINY, 2, ["fastaccum", "stock best"])
+
+
+def test_as_many_7b_layers_as_the_memory_holds(monkeypatch):
+    for total, layers in ((1 << 30, 1), (16 << 30, 1), (64 << 30, 4), (1 << 62, 32)):
+        monkeypatch.setattr(harness, "total_memory", lambda total=total: total)
+        assert bench_windows.layers_that_fit(2) == layers
+
+
 def test_window_bytes_are_those_of_the_design():
     assert bench_windows.window_bytes("fastaccum", 1, 1) == {"window": 32, "window end": 32}
     assert bench_windows.window_bytes("fastaccum", 4, 1) == {"window": 64, "window end": 40}
@@ -453,22 +478,6 @@ def test_unknown_case_names_are_rows_of_the_table():
     assert [(row["name"], row["status"]) for row in rows] == [("bogus", "skipped")]
 
 
-def test_cases_that_were_run_again_take_their_places():
-    def run(commit, **cases):
-        results = [{"name": name, "value": value} for name, value in cases.items()]
-        return {
-            "date": commit,
-            "environment": {"cpu": "x", "commit": commit},
-            "results": {"resident": results},
-        }
-
-    found = __main__.merged(run("a", one=1, two=2), run("b", two=3, new=4))
-    assert found == run("a, b", one=1, two=3, new=4) | {"date": "b"}
-    other = run("b", two=3) | {"environment": {"cpu": "y", "commit": "b"}}
-    with pytest.raises(SystemExit, match="differs in cpu"):
-        __main__.merged(run("a", one=1), other)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -478,14 +487,13 @@ def test_cases_that_were_run_again_take_their_places():
         ("{}", "is not what --json"),
     ],
 )
-@pytest.mark.parametrize("option", ["--into", "--compare"])
-def test_a_report_that_is_none_is_refused_before_anything_runs(tmp_path, monkeypatch, option, text, says):
+def test_a_report_that_is_none_is_refused_before_anything_runs(tmp_path, monkeypatch, text, says):
     monkeypatch.setattr(harness, "run_children", pytest.fail)
     path = tmp_path / "report.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit, match=f"{option}: .*{says}"):
-        __main__.main(["--quick", option, str(path)])
+    with pytest.raises(SystemExit, match=f"--compare: .*{says}"):
+        __main__.main(["--quick", "--compare", str(path)])
 
 
 def test_a_folder_that_is_not_there_is_named_before_anything_runs(tmp_path, monkeypatch):
@@ -494,18 +502,11 @@ def test_a_folder_that_is_not_there_is_named_before_anything_runs(tmp_path, monk
         __main__.main(["--quick", "--json", str(tmp_path / "nowhere" / "report.json")])
 
 
-def test_an_earlier_run_of_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypatch):
-    events = iter([{"event": "environment", "facts": {"cpu": "y", "commit": "b"}}])
-
-    def children(*_):
-        yield next(events)
-        pytest.fail("it went on")
-
-    monkeypatch.setattr(harness, "run_children", children)
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps({"environment": {"cpu": "x", "commit": "a"}, "results": {}}))
-    with pytest.raises(SystemExit, match=r"differs in cpu \(x, now y\)"):
-        __main__.main(["--quick", "--into", str(path)])
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_a_wrong_number_of_threads_is_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["--quick", "--threads", number])
+    assert "--threads" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_keeps_and_shows_what_it_has(tmp_path, monkeypatch, capsys):
@@ -554,3 +555,7 @@ def test_the_command_end_to_end(tmp_path, capsys):
     assert "this case has no provider of that name" in printed and "stock loop" not in printed
     assert __main__.main(["--quick", "--only", "window/tiny", "--compare", str(report)]) == 0
     assert "ratios agree within 15 %" in capsys.readouterr().out
+    arguments = ["--quick", "--only", "window/tiny", "--compare", str(report), "--json", str(exchanged)]
+    assert __main__.main(arguments) == 0
+    agreement_ = json.loads(exchanged.read_text())["agreement"]
+    assert agreement_["with"] == found["environment"]["commit"] and "ratios agree" in agreement_["words"]

@@ -20,22 +20,27 @@ def report():
     return json.loads(readme.RUN.read_text())
 
 
+@pytest.fixture(scope="module")
+def mindspore():
+    return json.loads(readme.MINDSPORE.read_text())
+
+
 @pytest.mark.quick
-def test_the_figures_are_those_of_the_run(report):
+def test_the_figures_are_those_of_the_run(report, mindspore):
     text = readme.README.read_text()
-    assert readme.with_figures(text, report) == text, "run python -m benchmarks.readme"
+    assert readme.with_figures(text, report, mindspore) == text, "run python -m benchmarks.readme"
 
 
 @pytest.mark.quick
-def test_another_run_gives_other_figures(report):
+def test_another_run_gives_other_figures(report, mindspore):
     text = readme.README.read_text()
     for result in report["results"]["resident"]:
         for metrics in result.get("against", {}).values():
             for estimate in metrics.values():
                 estimate["value"] *= 1.5
-    assert readme.with_figures(text, report) != text
+    assert readme.with_figures(text, report, mindspore) != text
     with pytest.raises(ValueError, match="must have one block"):
-        readme.with_figures(text.replace("<!-- figures of help", "<!-- "), report)
+        readme.with_figures(text.replace("<!-- figures of help", "<!-- "), report, mindspore)
 
 
 def test_the_pictures_are_of_the_run():

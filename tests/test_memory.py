@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ from fastaccum import FusedAccumulator, memory_plan  # noqa: E402
 from tests.oracle import assert_identical, snapshot  # noqa: E402
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+README = Path(__file__).resolve().parents[1] / "README.md"
 quick = pytest.mark.quick
 pytestmark = pytest.mark.skipif(not torch.autograd.kineto_available(), reason="torch has no profiler")
 # Of the measured peak. 5 % is promised; sizes that are measured themselves do better by far.
@@ -123,12 +126,18 @@ def train(make, loss, batch, optimizer, steps, take, **options):
             update.zero_grad()
 
 
-def close(make, loss, planned, trained, optimizer, steps, take, **options):
+def peaks(make, loss, planned, trained, optimizer, steps, take, **options):
+    """(predicted, measured, the plan)."""
     model = make()
     plan = memory_plan(model, wrapped(model, optimizer, steps, take, **options), planned, loss=loss)
     predicted = plan.peak_for(len(trained[0]), steps)
     del model
     peak = allocated(lambda: train(make, loss, trained, optimizer, steps, take, **options))
+    return predicted, peak, plan
+
+
+def close(make, loss, planned, trained, optimizer, steps, take, **options):
+    predicted, peak, plan = peaks(make, loss, planned, trained, optimizer, steps, take, **options)
     limit = MEASURED if planned is trained else PROMISED
     assert abs(predicted / peak - 1) <= limit, f"predicted {predicted}, measured {peak}"
     if planned is trained and steps == plan.accumulation_steps:
@@ -144,6 +153,22 @@ def close(make, loss, planned, trained, optimizer, steps, take, **options):
 def test_the_peak_is_within_5_percent_of_the_allocators(case, steps, take):
     make, loss, batch = CASES[case]()
     close(make, loss, batch, batch, "adamw", steps, take)
+
+
+README_ROW = re.compile(
+    r"\| (demo's CNN|demo's GPT|LSTM).*`take=\"(\w+)\"` \| ([\d.]+) MiB \| ([\d.]+) MiB \|"
+)
+
+
+@pytest.mark.skipif(not README.is_file(), reason="runs from a checkout")
+def test_the_readmes_table_is_what_is_measured():
+    rows = README_ROW.findall(README.read_text())
+    assert len(rows) == 6
+    for name, take, predicted, measured in rows:
+        make, loss, batch = CASES[{"demo's CNN": "cnn", "demo's GPT": "gpt", "LSTM": "third"}[name]]()
+        found = peaks(make, loss, batch, batch, "adamw", 3, take)
+        for says, is_ in zip((predicted, measured), found, strict=False):
+            assert float(says) == pytest.approx(is_ / 2**20, rel=0.01), (name, take, is_ / 2**20)
 
 
 @pytest.mark.parametrize("take", ["step", "backward", "plain"])
