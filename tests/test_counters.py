@@ -287,7 +287,7 @@ def test_valgrind_is_got_where_it_can_be(tmp_path, name):
         path = tmp_path / program
         path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    for tool in ("cp", "touch"):
+    for tool in ("cp", "touch", "sh", "timeout"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     done = subprocess.run(
         [shutil.which("sh"), script], env={"PATH": str(tmp_path), "HERE": str(tmp_path)},
