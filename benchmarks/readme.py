@@ -84,8 +84,14 @@ def _facts(report: dict, cases: dict[str, dict]) -> str:
         f"threads, float32, PyTorch {facts['torch']}; medians of rounds in which all take turns, ± where "
         f"the difference is below five spreads; commit {facts['commit']} "
         f"([the run](benchmarks/results/{RUN.name})). `fastaccum.clip_grad_norm_` alone, GPT-2: "
-        f"{clips} where it clips, {within} where it need not."
+        f"{clips} where it clips, {within} where it need not.{_again(report)}"
     )
+
+
+def _again(report: dict) -> str:
+    """What an earlier run says to this one."""
+    found = report.get("agreement")
+    return f" Beside an earlier run (commit {found['with']}) {found['words']}." if found else ""
 
 
 def _limits(cases: dict[str, dict]) -> str:
