@@ -43,7 +43,7 @@ def blocks(report: dict, mindspore: dict) -> dict[str, str]:
     resident = by_allocator[RESIDENT]
     return {
         "help": "\n".join(
-            [*_help(resident), "", _facts(report), "", _limits(resident), "", *_trainings(resident)]
+            [*_help(resident), "", _facts(report, resident), "", _limits(resident), "", *_trainings(resident)]
         ),
         "goals": "\n".join(_goals(resident, by_allocator.get("default", {}))),
         "mindspore": "\n".join(_mindspore(mindspore)),
@@ -84,14 +84,8 @@ def _facts(report: dict, cases: dict[str, dict]) -> str:
         f"threads, float32, PyTorch {facts['torch']}; medians of rounds in which all take turns, ± where "
         f"the difference is below five spreads; commit {facts['commit']} "
         f"([the run](benchmarks/results/{RUN.name})). `fastaccum.clip_grad_norm_` alone, GPT-2: "
-        f"{clips} where it clips, {within} where it need not.{_again(report)}"
+        f"{clips} where it clips, {within} where it need not."
     )
-
-
-def _again(report: dict) -> str:
-    """What an earlier run says to this one."""
-    found = report.get("agreement")
-    return f" Beside an earlier run (commit {found['with']}) {found['words']}." if found else ""
 
 
 def _limits(cases: dict[str, dict]) -> str:
