@@ -17,6 +17,13 @@ def ratios(report: dict) -> dict[tuple[str, str, str, str], tuple[float, float]]
     }
 
 
+def agreed(report: dict, before: dict) -> tuple[int, int]:
+    """(how many of the ratios that both have are within WITHIN, how many both have)."""
+    new, old = ratios(report), ratios(before)
+    shared = new.keys() & old.keys()
+    return sum(abs(new[key][0] / old[key][0] - 1.0) <= WITHIN for key in shared), len(shared)
+
+
 def rows(report: dict, before: dict) -> tuple[list[list[str]], str]:
     """A row for every ratio that two runs do not agree on, and a sentence about all of them."""
     new, old = ratios(report), ratios(before)

@@ -12,13 +12,14 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import goals, plots
+from benchmarks import agreement, goals, plots
 from benchmarks.harness import RESIDENT
 from benchmarks.stats import CANNOT_TELL, Estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 README, RUN = ROOT / "README.md", ROOT / "benchmarks/results/cpu-2-cores.json"
 MINDSPORE = ROOT / "benchmarks/results/mindspore-cpu-2-cores.json"
+AGAIN = ROOT / "benchmarks/results/cpu-2-cores-again.json"  # some of its cases, run once more
 PICTURES = ROOT / "benchmarks/results"
 MARKS = ("<!-- figures of {}: made by python -m benchmarks.readme -->", "<!-- end -->")
 
@@ -34,7 +35,12 @@ def checksum(run: Path = RUN) -> str:
     return hashlib.sha256(run.read_bytes()).hexdigest()
 
 
-def blocks(report: dict, mindspore: dict) -> dict[str, str]:
+def reports() -> tuple[dict, dict, dict]:
+    """The committed run, its repetition, and MindSpore's."""
+    return tuple(json.loads(path.read_text()) for path in (RUN, AGAIN, MINDSPORE))
+
+
+def blocks(report: dict, again: dict, mindspore: dict) -> dict[str, str]:
     """Name -> text of every block of figures in the README."""
     by_allocator = {
         allocator: {result["name"]: result for result in results if result["status"] == "ok"}
@@ -43,7 +49,15 @@ def blocks(report: dict, mindspore: dict) -> dict[str, str]:
     resident = by_allocator[RESIDENT]
     return {
         "help": "\n".join(
-            [*_help(resident), "", _facts(report, resident), "", _limits(resident), "", *_trainings(resident)]
+            [
+                *_help(resident),
+                "",
+                _facts(report, again, resident),
+                "",
+                _limits(resident),
+                "",
+                *_trainings(resident),
+            ]
         ),
         "goals": "\n".join(_goals(resident, by_allocator.get("default", {}))),
         "mindspore": "\n".join(_mindspore(mindspore)),
@@ -74,8 +88,9 @@ def _help(cases: dict[str, dict]) -> list[str]:
     return rows
 
 
-def _facts(report: dict, cases: dict[str, dict]) -> str:
+def _facts(report: dict, again: dict, cases: dict[str, dict]) -> str:
     facts = report["environment"]
+    agreed, of = agreement.agreed(again, report)
     clips, within = (_times(cases[f"clip/gpt2-124m/{kind}"], "torch", "clip") for kind in ("clips", "within"))
     return (
         "Windows of K micro-batches whose backward only makes the gradients: arithmetic in forward and "
@@ -83,8 +98,9 @@ def _facts(report: dict, cases: dict[str, dict]) -> str:
         f"`AdamW(fused=True)`. {facts['cpu']} with {facts['torch cpu capability']}, {facts['threads']} "
         f"threads, float32, PyTorch {facts['torch']}; medians of rounds in which all take turns, ± where "
         f"the difference is below five spreads; commit {facts['commit']} "
-        f"([the run](benchmarks/results/{RUN.name})). `fastaccum.clip_grad_norm_` alone, GPT-2: "
-        f"{clips} where it clips, {within} where it need not."
+        f"([the run](benchmarks/results/{RUN.name}); [a second one](benchmarks/results/{AGAIN.name}): "
+        f"{agreed} of {of} ratios within 15 %). `fastaccum.clip_grad_norm_` alone, GPT-2: {clips} where it "
+        f"clips, {within} where it need not."
     )
 
 
@@ -151,13 +167,13 @@ def _value(estimate) -> str:
     return f"{estimate.value:.2f} ± {estimate.spread:.2f}" if estimate else ""
 
 
-def with_figures(text: str, report: dict, mindspore: dict) -> str:
-    """The README's text with the blocks of two reports.
+def with_figures(text: str, report: dict, again: dict, mindspore: dict) -> str:
+    """The README's text with the blocks of these reports.
 
     Raises:
         ValueError: a block has no place in the text.
     """
-    for name, block in blocks(report, mindspore).items():
+    for name, block in blocks(report, again, mindspore).items():
         begin, end = MARKS[0].format(name), MARKS[1]
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
         if len(pattern.findall(text)) != 1:
@@ -168,9 +184,8 @@ def with_figures(text: str, report: dict, mindspore: dict) -> str:
 
 def main() -> int:
     """Writes the README and the pictures."""
-    report = json.loads(RUN.read_text())
-    mindspore = json.loads(MINDSPORE.read_text())
-    README.write_text(with_figures(README.read_text(), report, mindspore))
+    report, again, mindspore = reports()
+    README.write_text(with_figures(README.read_text(), report, again, mindspore))
     print(plots.write(report, PICTURES, checksum()))
     return 0
 

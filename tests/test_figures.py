@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -15,32 +14,37 @@ from benchmarks.goals import GOALS  # noqa: E402
 pytestmark = pytest.mark.skipif(not readme.README.is_file(), reason="runs from a checkout")
 
 
-@pytest.fixture(scope="module")
-def report():
-    return json.loads(readme.RUN.read_text())
-
-
-@pytest.fixture(scope="module")
-def mindspore():
-    return json.loads(readme.MINDSPORE.read_text())
+@pytest.fixture
+def reports():
+    return readme.reports()
 
 
 @pytest.mark.quick
-def test_the_figures_are_those_of_the_run(report, mindspore):
+def test_the_figures_are_those_of_the_run(reports):
     text = readme.README.read_text()
-    assert readme.with_figures(text, report, mindspore) == text, "run python -m benchmarks.readme"
+    assert readme.with_figures(text, *reports) == text, "run python -m benchmarks.readme"
 
 
 @pytest.mark.quick
-def test_another_run_gives_other_figures(report, mindspore):
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_another_run_gives_other_figures(reports, which):
     text = readme.README.read_text()
-    for result in report["results"]["resident"]:
+    results = reports[which]["results"]
+    for result in results["resident"] if which < 2 else results:
         for metrics in result.get("against", {}).values():
             for estimate in metrics.values():
                 estimate["value"] *= 1.5
-    assert readme.with_figures(text, report, mindspore) != text
+    assert readme.with_figures(text, *reports) != text
     with pytest.raises(ValueError, match="must have one block"):
-        readme.with_figures(text.replace("<!-- figures of help", "<!-- "), report, mindspore)
+        readme.with_figures(text.replace("<!-- figures of help", "<!-- "), *reports)
+
+
+@pytest.mark.quick
+def test_the_second_run_is_of_the_same_machine_and_versions(reports):
+    first, again = (dict(report["environment"]) for report in reports[:2])
+    assert "+" not in again["commit"]
+    first.pop("commit"), again.pop("commit")
+    assert first == again
 
 
 def test_the_pictures_are_of_the_run():
@@ -53,7 +57,8 @@ def test_the_pictures_are_of_the_run():
 
 
 @pytest.mark.quick
-def test_the_run_says_where_it_was_made_and_has_every_goal(report):
+def test_the_run_says_where_it_was_made_and_has_every_goal(reports):
+    report = reports[0]
     facts = report["environment"]
     assert {"cpu", "cores", "threads", "torch", "commit", "python", "fastaccum"} <= facts.keys()
     assert "+" not in facts["commit"], "made from a tree with changes that were not committed"
