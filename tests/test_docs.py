@@ -129,8 +129,12 @@ def test_scripts_run_on_two_ranks(page, block, tmp_path):
     script = tmp_path / block.script
     script.write_text("\n" * block.above + block.text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        # torchrun looks for a free port, and another test's may take it before it is used.
+        if "ddress already in use" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-4000:]
     assert f"torchrun --nproc-per-node 2 {SCRIPTS[0][1].script}" in page.read_text()
 
 
