@@ -111,7 +111,7 @@ def cases() -> list[Case]:
             memory=4 * numel(named(label)) * (3 * len(PROVIDERS) + 7),
             rounds=number,
             quick=label == "resnet50" and steps == 4,
-            quick_rounds=5,
+            quick_rounds=3,
         )
         for label, by_steps in rounds.items()
         for steps, number in by_steps.items()

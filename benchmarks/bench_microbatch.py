@@ -131,9 +131,9 @@ def cases() -> list[Case]:
     """The three tasks."""
     return [
         Case("microbatch/gpt", partial(prepare, gpt), 1 << 30, rounds=101, quick=True,
-             quick_rounds=15),
+             quick_rounds=7),
         Case("microbatch/resnet50", partial(prepare, resnet50), 4 << 30, rounds=15,
              quick_rounds=3),
         Case("microbatch/2000x512", partial(prepare, bare), 1 << 28, rounds=201, quick=True,
-             quick_rounds=31),
+             quick_rounds=11),
     ]  # fmt: skip

@@ -159,7 +159,7 @@ def cases() -> list[Case]:
             memory=1 << 29,
             rounds={1: 51, 4: 21, 16: 9}[steps],
             quick=steps == 4,
-            quick_rounds=7,
+            quick_rounds=3,
         )
         for label, name in (("gpt", "docstrings_task"), ("cnn", "digits_task"))
         for steps in STEPS

@@ -137,11 +137,11 @@ def cases() -> list[Case]:
     everybody = list(providers.WINDOW_PROVIDERS)
     found = []
     for steps, names, rounds in ((1, both, 11), (2, best, 15), (4, both, 9), (16, best, 5)):
-        options = {"rounds": rounds, "quick": steps == 1, "quick_rounds": 3}
+        options = {"rounds": rounds}
         found.append(_case("gpt2-124m", named("gpt2-124m"), steps, names, **options))
     found.append(_case("gpt2-124m", named("gpt2-124m"), 64, best, rounds=3))
     for steps, rounds in ((1, 31), (2, 21), (4, 31), (16, 9), (64, 3)):
-        options = {"rounds": rounds, "quick": steps in (1, 4), "quick_rounds": 5}
+        options = {"rounds": rounds, "quick": steps == 1, "quick_rounds": 5}
         names = both if steps in (1, 4) else best
         found.append(_case("resnet50", named("resnet50"), steps, names, **options))
     for update in providers.UPDATES:
@@ -149,7 +149,7 @@ def cases() -> list[Case]:
             if (update, dtype) != ("AdamW", torch.float32):  # is above
                 found.append(_case("resnet50", named("resnet50"), 4, best, update, dtype, rounds=15))
     found.append(_case("7b-layers", llama_layers(layers_that_fit(len(best))), 4, best, rounds=5))
-    options = {"rounds": 101, "quick": True, "quick_rounds": 15}
+    options = {"rounds": 101, "quick": True, "quick_rounds": 9}
     found.append(_case("2000x512", named("2000x512"), 1, both, **options))
     for steps, rounds in ((2, 61), (4, 41), (16, 15)):
         names = both if steps == 4 else best

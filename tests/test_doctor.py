@@ -40,6 +40,16 @@ def test_the_doctor_tells_what_runs_and_tests_it(capsys):
     assert "FAILED" not in said
 
 
+def doctor_says(capsys):
+    """What it prints where it finds a fault; with backends loaded anew, as a test has changed one."""
+    dispatch.load.cache_clear()
+    try:
+        assert doctor.main([]) == 1
+    finally:
+        dispatch.load.cache_clear()
+    return capsys.readouterr().out
+
+
 def test_a_backend_that_computes_wrongly_is_told_of(monkeypatch, capsys):
     def wrong(params, *rest):
         reference_adam(params, *rest)
@@ -47,12 +57,7 @@ def test_a_backend_that_computes_wrongly_is_told_of(monkeypatch, capsys):
 
     reference_adam = reference.adam_
     monkeypatch.setattr(reference, "adam_", wrong)
-    dispatch.load.cache_clear()
-    try:
-        assert doctor.main([]) == 1
-    finally:
-        dispatch.load.cache_clear()
-    said = capsys.readouterr().out
+    said = doctor_says(capsys)
     assert "  reference  yes; self-test FAILED (error 1.0" in said
     assert said.count("FAILED") == 1
 
@@ -63,12 +68,7 @@ def test_a_self_test_that_raises_leaves_the_other_backends_their_lines(monkeypat
 
     monkeypatch.setattr(reference, "adam_", broken)
     monkeypatch.setattr(dispatch, "NAMES", ("reference", "native", "triton"))
-    dispatch.load.cache_clear()
-    try:
-        assert doctor.main([]) == 1
-    finally:
-        dispatch.load.cache_clear()
-    said = capsys.readouterr().out
+    said = doctor_says(capsys)
     assert "  reference  yes; self-test FAILED (OSError: no such kernel)\n  native " in said
     assert "\n  triton " in said
 
