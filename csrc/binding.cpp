@@ -195,12 +195,15 @@ void gather_(const Tensor& buffer, const Tensor& present, const std::optional<Te
     sums = partials_of(*partials, n_chunks);
   } else {
     // A bucket brings a few segments of many: the others are not walked over, and threads share these.
+    // Empty tensors have no address and go with the others; they only become present.
     const auto idle = [](const cpu::GatherSegment& s) { return s.fresh == nullptr && s.kept == nullptr; };
     rows.erase(std::remove_if(rows.begin(), rows.end(), idle), rows.end());
-    if (rows.empty()) return;
-    first_chunk = rows.front().at.offset / kChunk;
-    n_chunks = (rows.back().at.offset + rows.back().at.numel + kChunk - 1) / kChunk - first_chunk;
-    for (cpu::GatherSegment& s : rows) s.at.offset -= first_chunk * kChunk;
+    n_chunks = 0;
+    if (!rows.empty()) {
+      first_chunk = rows.front().at.offset / kChunk;
+      n_chunks = (rows.back().at.offset + rows.back().at.numel + kChunk - 1) / kChunk - first_chunk;
+      for (cpu::GatherSegment& s : rows) s.at.offset -= first_chunk * kChunk;
+    }
   }
   const DType dtype = dtype_of(buffer, "buffer");
   char* start = static_cast<char*>(buffer.mutable_data_ptr()) + first_chunk * kChunk * size_of(dtype);

@@ -607,6 +607,8 @@ GATHER = (
     Variant("add"),
     Variant("add, weight 0.3", {"weight": 0.3}),
     Variant("add, no norm", {"weight": 0.3, "partials": False}),
+    Variant("a few of many, no norm", {"states": "----o---ap-k-b---", "weight": 0.3, "partials": False}),
+    Variant("every state, every dtype, no norm", {"states": "-bapko", "mixed": True, "partials": False}),
     Variant("weights 0 select nothing", {"states": "aokb", "weight": 0.0, "kept_weight": 0.0}),
     Variant("overwrite", {"states": "o"}),
     Variant("overwrite, weight 0.3, 1-norm", {"states": "o", "weight": 0.3, "norm_type": 1.0}),

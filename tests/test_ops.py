@@ -85,14 +85,15 @@ def test_dense_tensors_count_in_memory_order(case, variant, backend, order):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("case", "variant"), USUAL)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(
     "sizes",
     [[], [0], [0, 0, 0], [0, 0, 3], [3, 0], [1, 1, 0, 1, 0], [0] * 100, [2] * 35 + [0] + [2] * 40],
     ids=lambda sizes: f"{len(sizes)} tensors of {sum(sizes)}",
 )
-def test_empty_tensors_are_no_work(case, variant, backend, sizes):
-    agrees(case, variant, backend, case.dtypes[0], sizes)
+def test_empty_tensors_are_no_work(case, backend, sizes):
+    for variant in case.variants:
+        agrees(case, variant, backend, case.dtypes[0], sizes)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,16 @@ def test_folds_over_many_chunks(backend, dtype, norm_type):
         variant = cases.Variant("many chunks", {"norm_type": norm_type})
         _, got = agrees(case, variant, backend, dtype, sizes)
         assert got["partials"].shape[1] >= 64
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("states", ["---o---", "----ak-", "--o---b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_bucket_far_into_the_buffer(backend, dtype, states):
+    """Its chunks are counted from the first that has work."""
+    options = {"states": states, "buffer_dtype": dtype, "partials": False, "weight": 0.3}
+    variant = cases.Variant("far", options)
+    agrees(BY_NAME["gather_"], variant, backend, dtype, [9000, 8190, 20_000, 3, 8192, 8200, 16_500])
 
 
 @pytest.mark.quick

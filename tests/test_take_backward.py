@@ -72,6 +72,18 @@ def test_any_bucket_gives_what_the_loop_gives(monkeypatch, backend, bucket, kind
     assert error(params, truth) < 2e-6
 
 
+@each_backend
+def test_a_bucket_of_empty_gradients_only(backend):
+    p = nn.Parameter(torch.zeros(0, 4))
+    optimizer = FusedAccumulator(torch.optim.Adam([p], lr=1.0), 2, take="backward", backend=backend)
+    send(p, torch.zeros(0, 4))
+    optimizer.step()
+    assert optimizer.grad(p).shape == (0, 4)
+    send(p, torch.zeros(0, 4))
+    optimizer.step()
+    assert optimizer.state[p]["step"].item() == 1  # as stock counts it
+
+
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_it_is_take_step_bit_for_bit(kind):
     runs = []
