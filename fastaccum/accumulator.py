@@ -10,6 +10,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from fastaccum import (
     checkpoint,
     dispatch,
     fsdp,
+    gradients,
     groups,
     observe,
     pending,
@@ -32,7 +34,6 @@ from fastaccum import (
     traffic,
 )  # fmt: skip
 from fastaccum.advice import Advice
-from fastaccum.gradients import gone, ordinary, own
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.replicas import Replicas
@@ -598,7 +599,8 @@ class FusedAccumulator(Optimizer):
             self._sync_slots()
             self._lay_out()
             kind, items = self._replicas.weight or ("plain", 1.0)
-            entries = self._entries(self._held_slots())
+            held = self._held_slots()
+            entries = self._entries(held, gradients.of([slot.param for slot in held]))
             if entries:
                 self._advice.give("unreduced")
             prepared = self._prepare(entries)
@@ -702,15 +704,19 @@ class FusedAccumulator(Optimizer):
                 "scaler.step(optimizer) came too late with take='backward': the gradients were added while "
                 "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
             )
-        self._check_complete()
+        params = self._roster.params
+        grads = gradients.of(params)
+        self._check_complete(grads)
         self._advice.look_for_clip(self._pending.arrivals)
         closing = self._micro_step + 1 == self.accumulation_steps
         if closing:  # hooks may change gradients and options: what they leave counts
             self._run_hooks("pre")
         self._sync_slots()
+        if closing or self._roster.params is not params:
+            grads = gradients.of(self._roster.params)
         if closing and (self._micro_step or self._pending.in_window):
             self._lay_out()  # the update needs the parameters as they lie now
-        slots = self._arrived_slots()
+        slots, grads = self._arrived(grads)
         inside = self._inside()
         had_backward = self._had_backward(slots, inside)
         kind, items = self._weigh(given, had_backward)
@@ -723,10 +729,11 @@ class FusedAccumulator(Optimizer):
         # has a weight of its own.
         if not pending.selects_nothing(items) or self._replicas.held:
             if unreduced:
-                slots = [slot for slot in slots if id(slot.param) not in unreduced]
+                taken = [id(slot.param) not in unreduced for slot in slots]
+                slots, grads = list(compress(slots, taken)), list(compress(grads, taken))
             # After an error the window stays open, so what it keeps must be its own then, too.
             stays = not closing or self._options["nonfinite"] == "error"
-            entries = self._pending.taken + self._entries(slots, owned=stays and self._may_keep())
+            entries = self._pending.taken + self._entries(slots, grads, owned=stays and self._may_keep())
         factor: float | Tensor = items if kind == "weight" else 1.0
         entries, factor, items, found_inf = self._judged(entries, kind, factor, items, scale, found_inf)
         prepared = self._prepare(entries) if closing else None
@@ -734,7 +741,8 @@ class FusedAccumulator(Optimizer):
         if found_inf is not None:
             self._outcome.tell(found_inf)
         self._enter(entries, factor, scale, closing)
-        del entries  # what was added must not be alive beside the temporaries of an inner optimizer's step
+        # What was added must not be alive beside the temporaries of an inner optimizer's step.
+        del entries, grads
         self._clear_grads(unreduced, weighed, inside)
         if self._weight_kind is None:
             self._weight_kind = kind
@@ -751,16 +759,17 @@ class FusedAccumulator(Optimizer):
         on_device = bool(tensors) and not self._backend_on(device).synchronous
         return pending.given(weight, count, on_device)
 
-    def _arrived_slots(self) -> list[Slot]:
-        """Slots with something in ``.grad``."""
+    def _arrived(self, grads: list[Any]) -> tuple[list[Slot], list[Tensor]]:
+        """Slots with something in ``.grad``, and what; ``grads`` has an entry for every slot."""
         slots = self._roster.slots
-        if gone(self._roster.params):
-            return [slot for slot in slots if slot.param.grad is not None]
-        return slots
+        if not gradients.gone(grads):
+            return slots, grads
+        there = [grad is not None for grad in grads]
+        return list(compress(slots, there)), list(compress(grads, there))
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, grads: list[Any]) -> None:
         """Raises RuntimeError if the pending micro-batch, or what waits for DDP, is not whole."""
-        self._pending.check_arrived(self._roster.slots, apart=not self._replicas.held)
+        self._pending.check_arrived(self._roster.slots, grads, apart=not self._replicas.held)
         self._replicas.check_held(self._roster.params)
 
     def _inside(self) -> fsdp.Marks:
@@ -813,12 +822,17 @@ class FusedAccumulator(Optimizer):
             self._advice.give("unreduced")
         return set()
 
-    def _entries(self, slots: Sequence[Slot], owned: bool = False) -> list[Entry]:
-        """The gradients in ``.grad``, as they go into the window; changes nothing."""
-        grads: list[Any] = [slot.param.grad for slot in slots]
+    def _entries(self, slots: Sequence[Slot], grads: list[Tensor], owned: bool = False) -> list[Entry]:
+        """Gradients as they go into the window.
+
+        Args:
+            slots: theirs.
+            grads: what lies in ``.grad``; no other list may hold them.
+            owned: those that others could still write to are replaced in ``grads`` by copies.
+        """
         if owned and self._roster.sharding is None:
-            own(grads)
-        if self._roster.contiguous and ordinary(grads):
+            gradients.own(grads)
+        if self._roster.contiguous and gradients.ordinary(grads):
             return list(zip(slots, grads, strict=True))
         entries = []
         for slot, grad in zip(slots, grads, strict=True):

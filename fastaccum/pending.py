@@ -7,7 +7,7 @@ hooks move them out of ``.grad`` while backward runs, in buckets, into the windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -179,11 +179,12 @@ class Pending:
 
     # ---------------------------------------------------------------------------------------- checks
 
-    def check_arrived(self, slots: Iterable[Slot], apart: bool) -> None:
+    def check_arrived(self, slots: Iterable[Slot], grads: Sequence[Tensor | None], apart: bool) -> None:
         """Raises RuntimeError if a gradient that arrived is gone, or only a part of them arrived.
 
         Args:
             slots: all of them.
+            grads: what lies in ``.grad`` of each.
             apart: the pending micro-batch can be dropped without closed ones.
         """
         if self._in_backward:
@@ -198,7 +199,7 @@ class Pending:
                     else "under no_sync() it was added to earlier ones, so discard() the window"
                 )
             )
-        if not gone(self.arrivals.noted):
+        if not gone(grads):
             return
         for param in self.arrivals.noted:
             if param.grad is not None:

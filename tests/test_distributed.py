@@ -48,7 +48,7 @@ def work(rank, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     results = {}
     for name, function in CHECKS.items():

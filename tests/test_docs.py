@@ -119,6 +119,11 @@ def test_blocks_run_with_the_library_that_they_need(page, library, capsys):
     run(page, {library})
 
 
+# What a loaded machine makes happen, of no fault of the page's. torchrun looks for a free port, and another
+# test's may take it before it is used. A thread of gloo's that still holds the tensors of the last collective
+# cannot free them while the interpreter ends, and aborts: 2 of 25 runs beside a full test run.
+CHANCES = ("ddress already in use", "terminate called without an active exception")
+
 SCRIPTS = [(page, block) for page in PAGES for block in blocks_of(page) if block.script]
 
 
@@ -131,8 +136,7 @@ def test_scripts_run_on_two_ranks(page, block, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     for _ in range(3):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        # torchrun looks for a free port, and another test's may take it before it is used.
-        if "ddress already in use" not in done.stderr:
+        if not any(chance in done.stderr for chance in CHANCES):
             break
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"torchrun --nproc-per-node 2 {SCRIPTS[0][1].script}" in page.read_text()

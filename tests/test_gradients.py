@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fastaccum import FusedAccumulator  # noqa: E402
-from fastaccum.gradients import gone, ordinary  # noqa: E402
+from fastaccum.gradients import gone, of, ordinary  # noqa: E402
 
 pytestmark = pytest.mark.quick
 
@@ -34,11 +34,11 @@ def test_a_compressed_sparse_one_is_not_ordinary():
 
 def test_gone_is_a_parameter_with_nothing_in_grad():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    assert gone(params) and not gone([])
+    assert gone(of(params)) and not gone(of([]))
     params[0].grad = torch.zeros(2)  # never compared with None, which would be an elementwise ==
-    assert gone(params)
+    assert gone(of(params))
     params[1].grad = torch.zeros(2)
-    assert not gone(params)
+    assert not gone(of(params))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
