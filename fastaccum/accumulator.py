@@ -31,9 +31,9 @@ from fastaccum import (
     pending,
     scaling,
     sharding,
-    traffic,
 )  # fmt: skip
 from fastaccum.advice import Advice
+from fastaccum.observer import Observer
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.replicas import Replicas
@@ -210,14 +210,7 @@ class FusedAccumulator(Optimizer):
         self._weight_kind: str | None = None  # of the open window: "plain", "weight" or "count"
         self._clip_once: float | None = None
         self._stays_open = False  # while micro-batch sizes are tried
-        self._windows = 0  # closed so far, by this wrapper
-        self._windows_before = 0  # closed by those whose state it goes on from
-        self._news: observe.Arrived | None = None
-        self._traffic = traffic.Traffic()
-        self._watched_from = 0  # windows closed before the first look at stats()
-        self._noise: observe.NoiseScale | None = None
-        self._tracks_norms = False
-        self._parameter_norms: dict[Tensor, Tensor] = {}
+        self._observer = Observer()
         self._advice = Advice()
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -402,23 +395,23 @@ class FusedAccumulator(Optimizer):
         """
         if noise_scale and self._options["take"] == "backward":
             raise ValueError("noise_scale=True needs whole micro-batches: use take='step'")
-        self._tracks_norms = arguments.boolean(parameter_norms, "parameter_norms")
-        if not arguments.boolean(noise_scale, "noise_scale"):
-            self._noise = None
-        elif self._noise is None:
-            self._noise = observe.NoiseScale(self._outcome.device)
+        self._observer.track(
+            arguments.boolean(parameter_norms, "parameter_norms"),
+            arguments.boolean(noise_scale, "noise_scale"),
+            self._outcome.device,
+        )
 
     @property
     def parameter_norms(self) -> dict[Tensor, Tensor]:
         """The last window's norm per parameter before clipping, float64; see :meth:`track`."""
-        return dict(self._parameter_norms)
+        return dict(self._observer.norms)
 
     @property
     def group_norms(self) -> dict[int, Tensor]:
         """The last window's norm per parameter group before clipping, float64; see :meth:`track`."""
-        slots = [slot for slot in self._roster.slots if slot.param in self._parameter_norms]
-        norms = [self._parameter_norms[slot.param] for slot in slots]
-        return observe.group_norms(slots, norms, self._options["norm_type"])
+        norms = self._observer.norms
+        slots = [slot for slot in self._roster.slots if slot.param in norms]
+        return observe.group_norms(slots, [norms[slot.param] for slot in slots], self._options["norm_type"])
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger, of the last window whose numbers have arrived; never waits for a GPU.
@@ -433,26 +426,7 @@ class FusedAccumulator(Optimizer):
             one reads the device), and ``recommended_accumulation_steps``: the smallest window that is not
             below it.
         """
-        if self._news is None or self._news.device != self._outcome.device:
-            self._news = observe.Arrived(self._outcome.device)
-            self._watched_from = self._windows
-            self._outcome.clipped.zero_()
-            self._news.send(self._outcome.numbers(), self._windows)
-        self._news.receive()
-        norm, skipped, clipped = self._news.values or (math.nan, math.nan, math.nan)
-        result = {"window": self._windows_before + self._news.window, "norm": norm, "skipped": skipped}
-        watched = self._news.window - self._watched_from
-        if watched > 0:
-            if self._options["max_value"] is None:
-                result["clip_share"] = clipped / watched
-            result["bytes_moved"] = self._traffic.bytes
-        if self._noise is not None:
-            value = self._noise.value
-            result["noise_scale"] = value
-            result["recommended_accumulation_steps"] = (
-                float(max(1, math.ceil(value))) if math.isfinite(value) else value
-            )
-        return result
+        return self._observer.stats(self._outcome, counts_clipped=self._options["max_value"] is None)
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "fastaccum/") -> None:
         """Writes :meth:`stats` with ``writer.add_scalar(name, value, step)``, as TensorBoard's has it.
@@ -466,11 +440,7 @@ class FusedAccumulator(Optimizer):
             TypeError: ``writer`` is no writer.
         """
         observe.check_writer(writer)
-        if step is None:
-            step = self._windows_before + self._windows
-        for name, value in self.stats().items():
-            if name != "window":
-                writer.add_scalar(prefix + name, value, step)
+        self._observer.log(writer, self.stats(), step, prefix)
 
     def memory(self) -> dict[str, int]:
         """Bytes of gradient memory held now, by kind: buffer, kept, partials."""
@@ -625,8 +595,7 @@ class FusedAccumulator(Optimizer):
     def _drop_window(self) -> None:
         """Forgets the window; what is pending in ``.grad`` stays, with its weight."""
         self._pending.drop_with_window()
-        if self._noise is not None:
-            self._noise.drop()
+        self._observer.dropped()
         self._reset_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -875,11 +844,11 @@ class FusedAccumulator(Optimizer):
                 found_inf = found_inf if found_inf is None else found_inf * good
             elif not good:
                 entries, items, found_inf = [], 0.0, None
-        if entries and self._noise is not None:
+        if entries and self._observer.noise is not None:
             divisor = items if kind == "count" else 1.0
             backend = self._backend_on(entries[0][1].device)
             one = scaling.unscaled(1.0, scale, backend.synchronous)
-            self._noise.micro_batch(entries, divisor / one, sharding)
+            self._observer.noise.micro_batch(entries, divisor / one, sharding)
         return entries, factor, items, found_inf
 
     def _enter(
@@ -892,8 +861,8 @@ class FusedAccumulator(Optimizer):
 
     def _clear_grads(self, unreduced: set[int], weight: pending.Weight | None, inside: fsdp.Marks) -> None:
         """The micro-batch is closed: ``.grad`` goes, but for what DDP has yet to reduce."""
-        if (unreduced or inside) and self._noise is not None:
-            self._noise.skip_window()  # what is reduced together cannot be told apart
+        if unreduced or inside:
+            self._observer.mixed()
         if unreduced:
             self._replicas.hold([p for p in self._roster.params if id(p) in unreduced], weight)
         for param in self._roster.params:
@@ -988,7 +957,7 @@ class FusedAccumulator(Optimizer):
         if prepared is None or pending.selects_nothing(window.total):
             self._rule.cancel()
             outcome.nothing()
-            self._traffic.nothing()
+            self._observer.empty()
             self._end_window()
             return
         backend, finished = prepared.backend, prepared.finished
@@ -997,15 +966,17 @@ class FusedAccumulator(Optimizer):
         found = self._scaling.scaler is not None
         # A scaler that searches its scale finds it by skipping.
         skip_nonfinite = options["nonfinite"] != "propagate" or found
-        if self._tracks_norms:  # before the steps are counted, as memory may run out here
-            # The sums lack their weight and the division.
-            weight = window.sum_weight / divisor
-            slots = finished.selection.slots
-            norms = observe.parameter_norms(finished.grads, weight, norm_type, slots, self._roster.sharding)
-            self._parameter_norms = {slot.param: norm for slot, norm in zip(slots, norms, strict=True)}
-        if self._news is not None:
-            facts = (self._micro_step, options["take"], norm_type, self._rule.moved)
-            self._traffic.window(window, finished, *facts)
+        # Before the steps are counted, as memory may run out here.
+        self._observer.complete(
+            window,
+            finished,
+            divisor,
+            self._roster.sharding,
+            micro_batches=self._micro_step,
+            take=options["take"],
+            norm_type=norm_type,
+            rule=self._rule,
+        )
         outcome.decide(backend, window, divisor, norm_type, skip_nonfinite, prepared.counters, found)
         # A total weight of 0 skips as well, and is no error; on a device it was not known before.
         if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
@@ -1016,8 +987,7 @@ class FusedAccumulator(Optimizer):
                 "parameters and optimizer state are unchanged and the window is still open. Look for the "
                 "cause, then discard() the window, or use nonfinite='skip'"
             )
-        if self._news is not None:
-            outcome.count_clipped()
+        self._observer.decided(outcome)
         # On the CPU the flag is at hand; a GPU must not be waited for, there the kernels read it.
         if backend.synchronous and bool(outcome.skip):
             self._rule.cancel()
@@ -1038,14 +1008,10 @@ class FusedAccumulator(Optimizer):
                 self._scaling.end_window(outcome.found_inf, bool(self._pending.arrivals.noted))
         finally:
             self._reset_window()
-        self._windows += 1
         self._updated = True
         # What torch's schedulers look at to see that the optimizer has stepped.
         self._inner._opt_called = True  # type: ignore[attr-defined]
-        if self._noise is not None:
-            self._noise.window(outcome.norm)
-        if self._news is not None:
-            self._news.send(outcome.numbers(), self._windows)
+        self._observer.closed(outcome)
         self._run_hooks("post")
 
     def _reset_window(self) -> None:
@@ -1208,7 +1174,7 @@ class FusedAccumulator(Optimizer):
             "kept": kept,
             "kept_weight": float(self._window.kept_weight),
             "gradients": sums,
-            "windows": self._windows_before + self._windows,
+            "windows": self._observer.count,
             "skipped": self._outcome.skipped.clone(),
             "found_inf": self._outcome.told and bool(self._outcome.found_inf),
             "master_weights": self._rule.export_masters(),
@@ -1241,7 +1207,7 @@ class FusedAccumulator(Optimizer):
         self._outcome.skipped.copy_(entry["skipped"])
         # Only shown: what stats() has watched so far, and what is on its way from a GPU, counts from 0.
         if "windows" in entry:  # older versions did not count
-            self._windows_before = entry["windows"] - self._windows
+            self._observer.windows_before = entry["windows"] - self._observer.windows
         if entry.get("found_inf"):
             self._outcome.tell(torch.ones_like(self._outcome.found_inf))
         self._rule.load_masters(entry.get("master_weights") or {})

@@ -176,8 +176,8 @@ class _OpenWindow:
         # state_dict() loads what it gave bit for bit; on the host, it takes none of the memory looked for.
         self._entry = tree_map_only(torch.Tensor, torch.Tensor.cpu, optimizer.window_state_dict())
         self._others = {name: getattr(optimizer, name) for name in ("_updated", "_clip_once")}
-        noise = optimizer._noise
-        self._noise = None if noise is None else (list(noise._squares), noise._incomplete)
+        noise = optimizer._observer.noise
+        self._noise = None if noise is None else noise.open_window()
 
     def close(self) -> None:
         """Windows close again."""
@@ -194,8 +194,8 @@ class _OpenWindow:
         optimizer._options["accumulation_steps"] = steps
         for name, value in self._others.items():
             setattr(optimizer, name, value)
-        if self._noise is not None and optimizer._noise is not None:
-            optimizer._noise._squares, optimizer._noise._incomplete = list(self._noise[0]), self._noise[1]
+        if self._noise is not None and optimizer._observer.noise is not None:
+            optimizer._observer.noise.put_back(self._noise)
 
 
 def _reserved(optimizer: FusedAccumulator) -> torch.Tensor | None:

@@ -124,6 +124,14 @@ class NoiseScale:
         """The window is dropped."""
         self._squares, self._incomplete = [], False
 
+    def open_window(self) -> tuple[list[Tensor], bool]:
+        """What is known of the open window, for :meth:`put_back`."""
+        return list(self._squares), self._incomplete
+
+    def put_back(self, known: tuple[list[Tensor], bool]) -> None:
+        """Goes on from what :meth:`open_window` gave."""
+        self._squares, self._incomplete = list(known[0]), known[1]
+
     @property
     def value(self) -> float:
         """The estimate; NaN before the first window of two, inf where no signal is seen above the noise."""
