@@ -39,10 +39,10 @@ class TrainStep(nn.Cell):
         self.network = network
         self.accumulator = accumulator
         self.sum = accumulator.sum
-        self._gradients = mindspore.value_and_grad(self._scaled, None, accumulator.parameters)
+        self._gradients = mindspore.value_and_grad(self._scaled, None, accumulator.parameters, has_aux=True)
         self._ran = False
 
-    def _scaled(self, scale: Tensor, *inputs: Any) -> Tensor:
+    def _scaled(self, scale: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         loss = self.network(*inputs)
         # Raised while the graph is compiled, before any of it runs.
         if not isinstance(loss, Tensor):
@@ -53,13 +53,16 @@ class TrainStep(nn.Cell):
             raise ValueError(
                 f"network must return its loss, one number, got shape {loss.shape}: take its mean or sum"
             )
-        return loss * scale.astype(loss.dtype)
+        # float16 ends at 65504, and a loss of 10 times 2**14 is beyond it.
+        narrow = loss.dtype in (mindspore.float16, mindspore.bfloat16)
+        wide = loss.astype(mindspore.float32) if narrow else loss
+        return wide * scale.astype(wide.dtype), loss
 
     @mindspore.jit
     def _micro_batch(self, weight: Tensor, scale: Tensor, *inputs: Any) -> Tensor:
-        loss, gradients = self._gradients(scale, *inputs)
+        (_, loss), gradients = self._gradients(scale, *inputs)
         self.sum.add(weight, *gradients)
-        return loss / scale.astype(loss.dtype)
+        return loss
 
     def __call__(self, *inputs: Any, weight: float | None = None, count: float | None = None) -> Tensor:
         """Runs a micro-batch.

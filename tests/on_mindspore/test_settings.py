@@ -152,6 +152,18 @@ def test_a_train_step_scales_what_would_vanish_in_16_bits():
     assert float(accumulator.norm) == 0.0
 
 
+def test_a_float16_loss_times_its_scale_may_be_beyond_float16():
+    p = Parameter(Tensor(np.full(4, 10.0, np.float32)).astype(mindspore.float16), name="p")
+
+    def network(x):
+        return (p * x).sum()
+
+    step = TrainStep(network, FusedAccumulator(nn.SGD([p], 1.0), 1, loss_scale=2.0**14))
+    loss = step(Tensor(np.ones(4, np.float32)).astype(mindspore.float16))
+    assert loss.dtype == mindspore.float16 and float(loss) == 40.0
+    assert np.all(p.asnumpy() == 9.0)
+
+
 @pytest.mark.parametrize(
     "to,error,words",
     [
