@@ -34,6 +34,7 @@ from fastaccum import (
 )  # fmt: skip
 from fastaccum.advice import Advice
 from fastaccum.observer import Observer
+from fastaccum.options import Options
 from fastaccum.outcome import Outcome
 from fastaccum.pending import Pending
 from fastaccum.replicas import Replicas
@@ -123,6 +124,7 @@ class FusedAccumulator(Optimizer):
         RuntimeError: ``backend`` cannot run here; the message gives the reasons.
     """
 
+    _Options = Options
     # What owns its parameters, to a second wrapper that would.
     _known_as = "another FusedAccumulator; delete that one first"
 
@@ -152,12 +154,9 @@ class FusedAccumulator(Optimizer):
         if isinstance(optimizer, FusedAccumulator):
             raise TypeError("optimizer is a FusedAccumulator already: wrap the optimizer inside it once")
         groups.check_optimizer(optimizer)
-        arguments.choice(nonfinite_micro_batch, "nonfinite_micro_batch", arguments.NONFINITE_MICRO_BATCH)
         for name, flag in (
-            ("master_weights", master_weights),
-            ("shard_optimizer", shard_optimizer),
-            ("fuse_weight_gradients", fuse_weight_gradients),
-        ):
+            ("shard_optimizer", shard_optimizer), ("fuse_weight_gradients", fuse_weight_gradients)
+        ):  # fmt: skip
             arguments.boolean(flag, name)
         synchronise = "leave it out and use DDP or FSDP2 with their own reduction, for now"
         arguments.not_yet(
@@ -167,41 +166,32 @@ class FusedAccumulator(Optimizer):
             wire_dtype=(wire_dtype, None, "leave it None"),
             fuse_weight_gradients=(fuse_weight_gradients, False, "leave it False"),
         )
-        options: dict[str, Any] = {
-            "accumulation_steps": arguments.accumulation_steps(accumulation_steps),
-            "max_norm": arguments.max_norm(max_norm),
-            "norm_type": arguments.norm_type(norm_type),
-            "max_value": arguments.positive(max_value, "max_value", "pass None not to clamp"),
-            "reduction": arguments.choice(reduction, "reduction", arguments.REDUCTIONS),
-            "take": arguments.choice(take, "take", arguments.TAKES),
-            "nonfinite": arguments.choice(nonfinite, "nonfinite", arguments.NONFINITE),
-            "accumulate_dtype": arguments.accumulate_dtype(accumulate_dtype),
-            "nonfinite_micro_batch": nonfinite_micro_batch,
-            "master_weights": master_weights,
-            "backend": backend,
-        }
-        if take == "backward" and nonfinite_micro_batch == "drop":
-            raise ValueError(
-                "nonfinite_micro_batch='drop' needs a whole micro-batch to look at, and take='backward' adds "
-                "its gradients while backward runs: use take='step'"
-            )
+        options = self._Options.checked(
+            accumulation_steps=accumulation_steps,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            max_value=max_value,
+            reduction=reduction,
+            take=take,
+            nonfinite=nonfinite,
+            accumulate_dtype=accumulate_dtype,
+            nonfinite_micro_batch=nonfinite_micro_batch,
+            master_weights=master_weights,
+            backend=backend,
+        )
         scaling.check_scaler(scaler)
-        if max_norm is not None and max_value is not None:
-            raise ValueError(
-                f"max_norm={max_norm} and max_value={max_value} exclude each other: clip by norm or by value"
-            )
-        groups.check_limits(optimizer.param_groups, options["max_value"])
-        groups.check_take(optimizer.param_groups, take)
+        groups.check_limits(optimizer.param_groups, options.max_value)
+        groups.check_take(optimizer.param_groups, options.take)
         dispatch.choose(backend, groups.device_of(optimizer.param_groups))
         self._start(optimizer, options, scaler)
 
-    def _start(self, optimizer: Optimizer, options: dict[str, Any], scaler: Any = None) -> None:
+    def _start(self, optimizer: Optimizer, options: Options, scaler: Any = None) -> None:
         """Everything that a new, copied or unpickled wrapper has in common."""
         self._scaling = scaling.Scaling(self, scaler)
         self._options = options
         self._inner = optimizer
-        self._rule = rule_for(optimizer, options["master_weights"])
-        self._roster = Roster(optimizer, options["accumulate_dtype"])
+        self._rule = rule_for(optimizer, options.master_weights)
+        self._roster = Roster(optimizer, options.accumulate_dtype)
         self._window = Window()
         self._replicas = Replicas()
         self._backends: dict[torch.device, Any] = {}
@@ -222,7 +212,7 @@ class FusedAccumulator(Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         device = groups.device_of(optimizer.param_groups)
         self._outcome = Outcome(torch.device("cpu") if device.type == "meta" else device)
-        self._pending = Pending(self, options["take"])
+        self._pending = Pending(self, options.take)
         self._pending.arrivals.check([param for param, _ in unique_params(self.param_groups)])
         self._sync_slots()
 
@@ -276,8 +266,8 @@ class FusedAccumulator(Optimizer):
         self._inner.add_param_group(param_group)
         try:
             groups.check_group(listed[-1], before)
-            groups.check_limits(listed, self._options["max_value"])
-            groups.check_take(listed, self._options["take"])
+            groups.check_limits(listed, self._options.max_value)
+            groups.check_take(listed, self._options.take)
             groups.device_of(listed)
             self._pending.arrivals.check([p for p in listed[-1]["params"]])
             self._sync_slots()
@@ -295,7 +285,7 @@ class FusedAccumulator(Optimizer):
             TypeError, ValueError: what is assigned is not an int of at least 1.
             RuntimeError: a window is open.
         """
-        return self._options["accumulation_steps"]
+        return self._options.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
@@ -305,7 +295,7 @@ class FusedAccumulator(Optimizer):
                 f"accumulation_steps cannot change inside an open window ({self._micro_step} of "
                 f"{self.accumulation_steps} micro-batches are in): flush() or discard() it first"
             )
-        self._options["accumulation_steps"] = value
+        self._options.accumulation_steps = value
 
     @property
     def max_norm(self) -> float | None:
@@ -315,14 +305,14 @@ class FusedAccumulator(Optimizer):
             TypeError, ValueError: what is assigned is neither None nor a number above 0, or the wrapper has
                 ``max_value``.
         """
-        return self._options["max_norm"]
+        return self._options.max_norm
 
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
         value = arguments.max_norm(value)
-        if value is not None and self._options["max_value"] is not None:
+        if value is not None and self._options.max_value is not None:
             raise ValueError("max_norm and max_value exclude each other: this wrapper clips by value")
-        self._options["max_norm"] = value
+        self._options.max_norm = value
 
     @property
     def micro_step(self) -> int:
@@ -375,7 +365,7 @@ class FusedAccumulator(Optimizer):
         kind, items = self._replicas.weight or ("plain", 1.0)
         scale, _ = self._scaling.of_micro_batch()
         factor = scaling.unscaled(items if kind == "weight" else 1.0, scale, synchronous=True)
-        held = param.grad.detach().to(accumulation_dtype(param.dtype, self._options["accumulate_dtype"]))
+        held = param.grad.detach().to(accumulation_dtype(param.dtype, self._options.accumulate_dtype))
         held = held * (factor / divisor)
         return held if total is None else total + held
 
@@ -393,7 +383,7 @@ class FusedAccumulator(Optimizer):
             TypeError: an argument is not a bool.
             ValueError: ``noise_scale`` with ``take="backward"``.
         """
-        if noise_scale and self._options["take"] == "backward":
+        if noise_scale and self._options.take == "backward":
             raise ValueError("noise_scale=True needs whole micro-batches: use take='step'")
         self._observer.track(
             arguments.boolean(parameter_norms, "parameter_norms"),
@@ -411,7 +401,7 @@ class FusedAccumulator(Optimizer):
         """The last window's norm per parameter group before clipping, float64; see :meth:`track`."""
         norms = self._observer.norms
         slots = [slot for slot in self._roster.slots if slot.param in norms]
-        return observe.group_norms(slots, [norms[slot.param] for slot in slots], self._options["norm_type"])
+        return observe.group_norms(slots, [norms[slot.param] for slot in slots], self._options.norm_type)
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger, of the last window whose numbers have arrived; never waits for a GPU.
@@ -426,7 +416,7 @@ class FusedAccumulator(Optimizer):
             one reads the device), and ``recommended_accumulation_steps``: the smallest window that is not
             below it.
         """
-        return self._observer.stats(self._outcome, counts_clipped=self._options["max_value"] is None)
+        return self._observer.stats(self._outcome, counts_clipped=self._options.max_value is None)
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "fastaccum/") -> None:
         """Writes :meth:`stats` with ``writer.add_scalar(name, value, step)``, as TensorBoard's has it.
@@ -448,8 +438,7 @@ class FusedAccumulator(Optimizer):
 
     def __repr__(self) -> str:
         """The wrapper's options around the inner optimizer's."""
-        options = ", ".join(f"{k}={v!r}" for k, v in self._options.items())
-        return f"{type(self).__name__}({options})\n{self._inner!r}"
+        return f"{type(self).__name__}({self._options})\n{self._inner!r}"
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -650,7 +639,7 @@ class FusedAccumulator(Optimizer):
         limit = arguments.max_norm(max_norm)
         if limit is None:
             raise TypeError("max_norm must be a number, got None")
-        if self._options["max_value"] is not None:
+        if self._options.max_value is not None:
             raise ValueError("max_norm and max_value exclude each other: this wrapper clips by value")
         self._clip_once = limit
         return self._outcome.norm
@@ -668,7 +657,7 @@ class FusedAccumulator(Optimizer):
         self._pending.check_step(given, self._weight_kind)
         self._pending.check_scaled(self._scaling.scaler is not None)
         scale, found_inf = self._scaling.of_micro_batch()
-        if found_inf is not None and self._options["take"] == "backward":
+        if found_inf is not None and self._options.take == "backward":
             raise RuntimeError(
                 "scaler.step(optimizer) came too late with take='backward': the gradients were added while "
                 "backward ran, still scaled. Give the wrapper scaler=, or use take='step'"
@@ -701,7 +690,7 @@ class FusedAccumulator(Optimizer):
                 taken = [id(slot.param) not in unreduced for slot in slots]
                 slots, grads = list(compress(slots, taken)), list(compress(grads, taken))
             # After an error the window stays open, so what it keeps must be its own then, too.
-            stays = not closing or self._options["nonfinite"] == "error"
+            stays = not closing or self._options.nonfinite == "error"
             entries = self._pending.taken + self._entries(slots, grads, owned=stays and self._may_keep())
         factor: float | Tensor = items if kind == "weight" else 1.0
         entries, factor, items, found_inf = self._judged(entries, kind, factor, items, scale, found_inf)
@@ -773,7 +762,7 @@ class FusedAccumulator(Optimizer):
             inside: what FSDP2 holds.
             told: ``scaler.step(wrapper)`` closes it.
         """
-        if self._options["take"] == "backward":
+        if self._options.take == "backward":
             return set()
         replicas, params = self._replicas, self._roster.params
         unreduced = replicas.unreduced(params, self._pending.arrivals.noted)
@@ -783,7 +772,7 @@ class FusedAccumulator(Optimizer):
         if inside and closing:
             replicas.refuse_inside("the window cannot be closed")
         if replicas.holds or unreduced or inside:
-            drops = self._options["nonfinite_micro_batch"] == "drop"
+            drops = self._options.drops
             replicas.check(weight, told, drops, bool(inside) or (bool(unreduced) and not closing))
         if not closing:
             return unreduced
@@ -820,7 +809,7 @@ class FusedAccumulator(Optimizer):
         return entries
 
     def _may_keep(self) -> bool:
-        return self._window.empty and (self._options["take"] == "step" or self.accumulation_steps == 1)
+        return self._window.empty and (self._options.take == "step" or self.accumulation_steps == 1)
 
     def _judged(
         self,
@@ -833,7 +822,7 @@ class FusedAccumulator(Optimizer):
     ) -> tuple[list[Entry], float | Tensor, float | Tensor, Tensor | None]:
         """(entries, factor, items, found_inf) after a look at the gradients, where that was asked for."""
         sharding = self._roster.sharding
-        if entries and self._options["nonfinite_micro_batch"] == "drop":
+        if entries and self._options.drops:
             device = entries[0][1].device
             good = self._window.finite(self._backend_on(device), entries)
             if sharding is not None:
@@ -856,7 +845,7 @@ class FusedAccumulator(Optimizer):
     ) -> None:
         """Moves gradients into the window."""
         if entries:
-            in_pass = closing and self._options["norm_type"] in (1.0, 2.0, math.inf)
+            in_pass = closing and self._options.norm_type in (1.0, 2.0, math.inf)
             self._add(entries, factor, scale=scale, keep=self._may_keep(), partials=in_pass)
 
     def _clear_grads(self, unreduced: set[int], weight: pending.Weight | None, inside: fsdp.Marks) -> None:
@@ -882,7 +871,7 @@ class FusedAccumulator(Optimizer):
     ) -> None:
         backend = self._backend_on(entries[0][1].device)
         factor = scaling.unscaled(factor, scale, backend.synchronous)
-        norm_type = self._options["norm_type"]
+        norm_type = self._options.norm_type
         self._window.add(backend, entries, factor, keep=keep, partials=partials, norm_type=norm_type)
 
     def _backend_on(self, device: torch.device) -> Any:
@@ -891,7 +880,7 @@ class FusedAccumulator(Optimizer):
             self._roster.forget_layout()
             self._lay_out()
         if device not in self._backends:
-            self._backends[device] = dispatch.load(dispatch.choose(self._options["backend"], device), device)
+            self._backends[device] = dispatch.load(dispatch.choose(self._options.backend, device), device)
         return self._backends[device]
 
     # GradScaler.step() sets `grad_scale` and `found_inf` on an optimizer that says so, instead of unscaling.
@@ -911,7 +900,7 @@ class FusedAccumulator(Optimizer):
 
     def _divide_by(self, unclosed: float | Tensor = 0.0) -> float | Tensor:
         """What the window's sum is divided by; ``unclosed`` is weight that was added but not closed."""
-        if self._options["reduction"] == "sum":
+        if self._options.reduction == "sum":
             return 1.0
         total = self._window.total
         if isinstance(total, Tensor) or isinstance(unclosed, Tensor):
@@ -934,13 +923,13 @@ class FusedAccumulator(Optimizer):
         keep = self._may_keep()
         device = entries[0][1].device if entries else window.device
         backend = self._backend_on(device)
-        shared = self._clip_once if self._clip_once is not None else options["max_norm"]
+        shared = self._clip_once if self._clip_once is not None else options.max_norm
         limits = [math.inf if shared is None else shared]
         limits += [limit for limit in self._roster.limits if limit is not None]
         finished = window.finished(entries, keep)
         try:
-            counters = self._rule.prepare(backend, finished, options["max_value"], self._roster.norm_group_of)
-            self._outcome.prepare(limits, options["norm_type"], self._roster.n_chunks)
+            counters = self._rule.prepare(backend, finished, options.max_value, self._roster.norm_group_of)
+            self._outcome.prepare(limits, options.norm_type, self._roster.n_chunks)
         except BaseException:
             self._rule.cancel()
             raise
@@ -962,10 +951,10 @@ class FusedAccumulator(Optimizer):
             return
         backend, finished = prepared.backend, prepared.finished
         divisor = self._divide_by()
-        norm_type = options["norm_type"]
+        norm_type = options.norm_type
         found = self._scaling.scaler is not None
         # A scaler that searches its scale finds it by skipping.
-        skip_nonfinite = options["nonfinite"] != "propagate" or found
+        skip_nonfinite = options.nonfinite != "propagate" or found
         # Before the steps are counted, as memory may run out here.
         self._observer.complete(
             window,
@@ -973,13 +962,13 @@ class FusedAccumulator(Optimizer):
             divisor,
             self._roster.sharding,
             micro_batches=self._micro_step,
-            take=options["take"],
+            take=options.take,
             norm_type=norm_type,
             rule=self._rule,
         )
         outcome.decide(backend, window, divisor, norm_type, skip_nonfinite, prepared.counters, found)
         # A total weight of 0 skips as well, and is no error; on a device it was not known before.
-        if options["nonfinite"] == "error" and bool(outcome.skip) and bool(window.total > 0.0):
+        if options.nonfinite == "error" and bool(outcome.skip) and bool(window.total > 0.0):
             outcome.skipped.sub_(1)
             self._rule.cancel()
             raise RuntimeError(
@@ -1223,7 +1212,7 @@ class FusedAccumulator(Optimizer):
         """What ``pickle`` and ``deepcopy`` carry: the inner optimizer, options, scaler, the open window."""
         return {
             "inner": self._inner,
-            "options": dict(self._options),
+            "options": dict(vars(self._options)),
             "scaler": self._scaling.scaler,
             "late": self._scaling.late,
             "window": self.window_state_dict(),
@@ -1237,7 +1226,7 @@ class FusedAccumulator(Optimizer):
         if "inner" not in state:  # torch's own protocol: new groups and state for the inner optimizer
             self._inner.__setstate__(state)
             return
-        self._start(state["inner"], dict(state["options"]), state.get("scaler"))
+        self._start(state["inner"], self._Options(**state["options"]), state.get("scaler"))
         self._scaling.catch_up(state.get("late"))
         self.load_window_state_dict(state["window"])
         self._outcome.norm.copy_(state["norm"])

@@ -196,9 +196,9 @@ def clip_grad_norm_(
     if limit is None:
         raise TypeError("max_norm must be a number, got None")
     if isinstance(parameters, FusedAccumulator):
-        if norm_type != parameters._options["norm_type"]:
+        if norm_type != parameters._options.norm_type:
             raise ValueError(
-                f"this FusedAccumulator was built with norm_type={parameters._options['norm_type']}, "
+                f"this FusedAccumulator was built with norm_type={parameters._options.norm_type}, "
                 f"got {norm_type}"
             )
         if error_if_nonfinite:

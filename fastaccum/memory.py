@@ -250,8 +250,7 @@ class _Needs:
         (device,) = devices
         self.fused = isinstance(optimizer, FusedAccumulator)
         wrapper: Any = optimizer
-        options = wrapper._options if self.fused else {}
-        self.take = options.get("take", "step")
+        self.take = wrapper._options.take if self.fused else "step"
         trained = [p for p in listed if p.requires_grad]
         self.parameters = storage_bytes([*everything, *(b for b in model.buffers() if b.device == device)])
         self.gradients = sum(_bytes(p, device) for p in self.params)
@@ -327,7 +326,7 @@ def _inner(optimizer: Optimizer) -> tuple[Optimizer, bool]:
     from fastaccum.accumulator import FusedAccumulator
 
     if isinstance(optimizer, FusedAccumulator):
-        return optimizer.optimizer, optimizer._options["master_weights"]
+        return optimizer.optimizer, optimizer._options.master_weights
     return optimizer, False
 
 

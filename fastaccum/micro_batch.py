@@ -135,7 +135,7 @@ def _check(optimizer: Any) -> None:
             "a micro-batch is pending (a backward without its step()): step() or zero_grad() before sizes "
             "are tried, whose gradients would be added to it"
         )
-    if optimizer._options["take"] == "backward" and optimizer.micro_step:
+    if optimizer._options.take == "backward" and optimizer.micro_step:
         raise ValueError(
             "take='backward' adds gradients into the open window while backward runs, so one that fails "
             "cannot be taken out: flush() first, or try sizes before training"
@@ -158,7 +158,7 @@ def _left_alone(optimizer: FusedAccumulator | None, model: nn.Module | None) -> 
     with torch.random.fork_rng(devices=devices):
         try:
             if optimizer is not None:
-                optimizer._options["accumulation_steps"] = _ENDLESS
+                optimizer._options.accumulation_steps = _ENDLESS
                 optimizer._stays_open = True
             yield drop
         finally:
@@ -181,7 +181,7 @@ class _OpenWindow:
 
     def close(self) -> None:
         """Windows close again."""
-        self._optimizer._options["accumulation_steps"] = self._steps
+        self._optimizer._options.accumulation_steps = self._steps
         self._optimizer._stays_open = False
 
     def put_back(self) -> None:
@@ -189,9 +189,9 @@ class _OpenWindow:
         optimizer = self._optimizer
         steps = optimizer.accumulation_steps
         optimizer.discard()
-        optimizer._options["accumulation_steps"] = self._steps
+        optimizer._options.accumulation_steps = self._steps
         optimizer.load_window_state_dict(self._entry)
-        optimizer._options["accumulation_steps"] = steps
+        optimizer._options.accumulation_steps = steps
         for name, value in self._others.items():
             setattr(optimizer, name, value)
         if self._noise is not None and optimizer._observer.noise is not None:

@@ -388,7 +388,7 @@ class Machine(RuleBasedStateMachine):
         else:
             kwargs = {kind: items} if how in ("weighted", "tensor") else {}
         # A weight that stays on a device is compared with nothing: the model, which knows it, would refuse.
-        known = dispatch.load(self.wrapper._options["backend"], dispatch.CPU).synchronous
+        known = dispatch.load(self.wrapper._options.backend, dispatch.CPU).synchronous
         given = {k: torch.tensor(float(v)) if how == "tensor" and known else v for k, v in kwargs.items()}
         numbers = self.chosen(())
         if how == "closure" and numbers and not self.model.broken and self.scaler is None:
@@ -642,7 +642,7 @@ class Machine(RuleBasedStateMachine):
         exact = model.updates == self.seen_updates
         self.seen_updates = model.updates
         stock = model.optimizer
-        waits = dispatch.load(wrapper._options["backend"], dispatch.CPU).synchronous
+        waits = dispatch.load(wrapper._options.backend, dispatch.CPU).synchronous
         masters = self._masters()
         if self.scaler is not None and self.scaler._scale is not None:
             assert self.scaler.get_scale() == model.scale

@@ -29,11 +29,11 @@ import pytest
 import torch
 
 from fastaccum import (
-    accumulator,
     advice,
     arguments,
     clip,
     dispatch,
+    gradients,
     layout,
     outcome,
     pending,
@@ -283,16 +283,17 @@ def _(patch: Patch) -> None:
 
 @wrong("L01 a gradient may vanish", "accumulator.py::test_l01_a_gradient_that_vanished_raises")
 def _(patch: Patch) -> None:
-    patch.setattr(pending.Pending, "check_arrived", lambda self, slots, apart: None)
+    patch.setattr(pending.Pending, "check_arrived", lambda self, slots, grads, apart: None)
 
 
 @wrong(
     "L01 what arrived counts, not what lies there", "accumulator.py::test_l01_a_replaced_gradient_is_taken"
 )
 def _(patch: Patch) -> None:
-    def change(entries: Any, self: Any, slots: Any, **owned: Any) -> Any:
+    def change(entries: Any, self: Any, slots: Any, grads: Any, **owned: Any) -> Any:
         noted = set(map(id, self._pending.arrivals.noted))
-        return entries(self, [slot for slot in slots if id(slot.param) in noted], **owned)
+        there = [id(slot.param) in noted for slot in slots]
+        return entries(self, *(list(itertools.compress(these, there)) for these in (slots, grads)), **owned)
 
     around(patch, FusedAccumulator, "_entries", change)
 
@@ -510,7 +511,7 @@ def in_ranks(rank: int, case: str, folder: str) -> None:
 
     module.CHECKS = {name: check for name, check in module.CHECKS.items() if name.startswith(case)}
     if case == "l04":  # what was kept still lies in the buckets
-        accumulator.own = lambda grads: None
+        gradients.own = lambda grads: None
         FusedAccumulator._may_keep = lambda self: self._window.empty
     else:
         module.DDP = Alone

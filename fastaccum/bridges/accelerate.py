@@ -172,7 +172,7 @@ class FusedAccelerator(Accelerator):
                 "clip_grad_norm_() clips the window of one optimizer: expected all parameters of one that "
                 f"was given to prepare(), got some of {len(meant)}"
             )
-        own = meant[0]._options["norm_type"]
+        own = meant[0]._options.norm_type
         if arguments.norm_type(norm_type) != own:
             raise ValueError(
                 f"norm_type={norm_type} is not that of the FusedAccumulator, {own}: give FusedAccelerator "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from torch.amp import GradScaler
 
 from fastaccum import dispatch
 from fastaccum.accumulator import FusedAccumulator
+from fastaccum.options import Options
 
 # What a bridge decides, so it cannot be among the options that are handed on.
 _DECIDED = ("optimizer", "accumulation_steps", "reduction", "scaler", "model", "process_group")
@@ -59,6 +61,13 @@ def check_options(
     return options
 
 
+@dataclasses.dataclass
+class DrivenOptions(Options):
+    """Those of a :class:`DrivenAccumulator`."""
+
+    divided_by: int | None = None
+
+
 class DrivenAccumulator(FusedAccumulator):
     """A wrapper without a count of its own: :meth:`step` updates, :meth:`add` does not.
 
@@ -66,6 +75,8 @@ class DrivenAccumulator(FusedAccumulator):
     its bridge calls ``add()`` after every micro-batch before that.
     """
 
+    _Options = DrivenOptions
+    _options: DrivenOptions
     # Of an open window: it never fills up by itself.
     _OPEN = sys.maxsize
 
@@ -115,11 +126,11 @@ class DrivenAccumulator(FusedAccumulator):
         None, the default, takes the losses as they come. To be set between micro-batches, and only with
         ``reduction="mean"``.
         """
-        return self._options.get("divided_by")
+        return self._options.divided_by
 
     @divided_by.setter
     def divided_by(self, value: int | None) -> None:
-        self._options["divided_by"] = value
+        self._options.divided_by = value
         # Each counts as a part of a micro-batch: a weight, but the same one on every rank.
         self._advice.withhold("weights")
 
