@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, RUN = ROOT / "README.md", ROOT / "benchmarks/results/cpu-2-cores.json"
 MINDSPORE = ROOT / "benchmarks/results/mindspore-cpu-2-cores.json"
 AGAIN = ROOT / "benchmarks/results/cpu-2-cores-again.json"  # some of its cases, run once more
+OTHER = ROOT / "benchmarks/results/cpu-2-cores-amd.json"  # the first table's cases on another processor
 PICTURES = ROOT / "benchmarks/results"
 MARKS = ("<!-- figures of {}: made by python -m benchmarks.readme -->", "<!-- end -->")
 
@@ -35,12 +36,12 @@ def checksum(run: Path = RUN) -> str:
     return hashlib.sha256(run.read_bytes()).hexdigest()
 
 
-def reports() -> tuple[dict, dict, dict]:
-    """The committed run, its repetition, and MindSpore's."""
-    return tuple(json.loads(path.read_text()) for path in (RUN, AGAIN, MINDSPORE))
+def reports() -> tuple[dict, dict, dict, dict]:
+    """The committed run, its repetition, one on another processor, and MindSpore's."""
+    return tuple(json.loads(path.read_text()) for path in (RUN, AGAIN, OTHER, MINDSPORE))
 
 
-def blocks(report: dict, again: dict, mindspore: dict) -> dict[str, str]:
+def blocks(report: dict, again: dict, other: dict, mindspore: dict) -> dict[str, str]:
     """Name -> text of every block of figures in the README."""
     by_allocator = {
         allocator: {result["name"]: result for result in results if result["status"] == "ok"}
@@ -53,6 +54,8 @@ def blocks(report: dict, again: dict, mindspore: dict) -> dict[str, str]:
                 *_help(resident),
                 "",
                 _facts(report, again, resident),
+                "",
+                _elsewhere(other),
                 "",
                 _limits(resident),
                 "",
@@ -81,11 +84,27 @@ def _help(cases: dict[str, dict]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for label, words in WINDOWS:
-        found = {steps: cases[f"backward/{label}/K={steps}"] for steps in (1, 2, 4, 16)}
-        cells = [_times(case, "stock best", "window") for case in found.values()]
-        cells += [_times(found[4], "stock best", "window end"), _times(found[4], "stock loop", "window")]
+        four = cases[f"backward/{label}/K=4"]
+        cells = _windows(cases, label)
+        cells += [_times(four, "stock best", "window end"), _times(four, "stock loop", "window")]
         rows.append(f"| {words} | {' | '.join(cells)} |")
     return rows
+
+
+def _windows(cases: dict[str, dict], label: str) -> list[str]:
+    """A shape's figures of the first table at K = 1, 2, 4, 16."""
+    return [_times(cases[f"backward/{label}/K={steps}"], "stock best", "window") for steps in (1, 2, 4, 16)]
+
+
+def _elsewhere(other: dict) -> str:
+    facts = other["environment"]
+    cases = {result["name"]: result for result in other["results"][RESIDENT]}
+    words = [f"{words.split(',')[0]} {', '.join(_windows(cases, label))}" for label, words in WINDOWS]
+    return (
+        f"On another processor, {facts['cpu']} with {facts['torch cpu capability']} "
+        f"([the run](benchmarks/results/{OTHER.name}), commit {facts['commit']}), at K = 1, 2, 4, 16: "
+        f"{'; '.join(words)}."
+    )
 
 
 def _facts(report: dict, again: dict, cases: dict[str, dict]) -> str:
@@ -167,13 +186,13 @@ def _value(estimate) -> str:
     return f"{estimate.value:.2f} ± {estimate.spread:.2f}" if estimate else ""
 
 
-def with_figures(text: str, report: dict, again: dict, mindspore: dict) -> str:
+def with_figures(text: str, report: dict, again: dict, other: dict, mindspore: dict) -> str:
     """The README's text with the blocks of these reports.
 
     Raises:
         ValueError: a block has no place in the text.
     """
-    for name, block in blocks(report, again, mindspore).items():
+    for name, block in blocks(report, again, other, mindspore).items():
         begin, end = MARKS[0].format(name), MARKS[1]
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
         if len(pattern.findall(text)) != 1:
@@ -184,8 +203,8 @@ def with_figures(text: str, report: dict, again: dict, mindspore: dict) -> str:
 
 def main() -> int:
     """Writes the README and the pictures."""
-    report, again, mindspore = reports()
-    README.write_text(with_figures(README.read_text(), report, again, mindspore))
+    report, *others = reports()
+    README.write_text(with_figures(README.read_text(), report, *others))
     print(plots.write(report, PICTURES, checksum()))
     return 0
 

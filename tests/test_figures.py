@@ -26,11 +26,11 @@ def test_the_figures_are_those_of_the_run(reports):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_another_run_gives_other_figures(reports, which):
     text = readme.README.read_text()
     results = reports[which]["results"]
-    for result in results["resident"] if which < 2 else results:
+    for result in results["resident"] if which < 3 else results:
         for metrics in result.get("against", {}).values():
             for estimate in metrics.values():
                 estimate["value"] *= 1.5
@@ -45,6 +45,18 @@ def test_the_second_run_is_of_the_same_machine_and_versions(reports):
     assert "+" not in again["commit"]
     first.pop("commit"), again.pop("commit")
     assert first == again
+
+
+@pytest.mark.quick
+def test_the_other_run_is_of_the_same_cases_on_another_processor(reports):
+    here, other = (reports[which]["environment"] for which in (0, 2))
+    assert all(here[fact] == other[fact] for fact in ("torch", "threads", "cores"))
+    assert here["cpu"] != other["cpu"] and "+" not in other["commit"]
+    cases, others = (
+        {result["name"]: result["facts"] for result in reports[which]["results"]["resident"]}
+        for which in (0, 2)
+    )
+    assert {name: facts for name, facts in cases.items() if name.startswith("backward/")} == others
 
 
 def test_the_pictures_are_of_the_run():
