@@ -668,6 +668,7 @@ class FusedAccumulator(Optimizer):
         self._advice.look_for_clip(self._pending.arrivals)
         closing = self._micro_step + 1 == self.accumulation_steps
         if closing:  # hooks may change gradients and options: what they leave counts
+            grads = []  # and what they replace is freed
             self._run_hooks("pre")
         self._sync_slots()
         if closing or self._roster.params is not params:

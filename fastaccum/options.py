@@ -63,7 +63,7 @@ class Options:
                 nonfinite_micro_batch, "nonfinite_micro_batch", arguments.NONFINITE_MICRO_BATCH
             ),
             master_weights=arguments.boolean(master_weights, "master_weights"),
-            backend=backend,
+            backend=backend,  # dispatch.choose() checks it, for the device
         )
         if options.take == "backward" and options.drops:
             raise ValueError(

@@ -207,6 +207,7 @@ def test_a_right_loop_is_not_warned(take, calls, steps):
             for _ in range(n):
                 send(p, 1.0)
             optimizer.step()
+    assert optimizer.micro_step == len(calls) % steps and p.item() < 0.0
 
 
 # ----------------------------------------------------------------------------- nothing is ever lost

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 
@@ -345,3 +346,20 @@ def test_what_a_pre_hook_leaves_in_grad_counts(kind, change, on, recwarn):
 
     torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-7)
     assert not [str(w.message) for w in recwarn]
+
+
+def test_what_a_pre_hook_replaces_is_freed_before_the_update():
+    """Or a hook that clips into new tensors would need a set of gradients more."""
+    p = parameter(0.0)
+    optimizer = FusedAccumulator(torch.optim.SGD([p], lr=1.0))
+    freed = []
+
+    def hook(*_):
+        before = weakref.ref(p.grad)
+        p.grad = torch.full_like(p, 2.0)
+        freed.append(before() is None)
+
+    optimizer.register_step_pre_hook(hook)
+    send(p, 1.0)
+    optimizer.step()
+    assert freed == [True] and p.item() == -2.0

@@ -54,8 +54,7 @@ class TrainStep(nn.Cell):
                 f"network must return its loss, one number, got shape {loss.shape}: take its mean or sum"
             )
         # float16 ends at 65504, and a loss of 10 times 2**14 is beyond it.
-        narrow = loss.dtype in (mindspore.float16, mindspore.bfloat16)
-        wide = loss.astype(mindspore.float32) if narrow else loss
+        wide = loss.astype(mindspore.float32) if loss.dtype == mindspore.float16 else loss
         return wide * scale.astype(wide.dtype), loss
 
     @mindspore.jit
